@@ -1,0 +1,48 @@
+# phloem: every target works in a fresh clone. `make setup` is done by the others when it is needed.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help setup demo test test-all lint types format bench dist clean
+
+help:            ## This list
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## Make .venv and install phloem into it, with what tests and lint need
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing phloem and its dependencies (about a minute; torch is the large one)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+
+demo: setup      ## Chat and sixteen questions on a real model, with the prefix cache on and off
+	$(BIN)/phloem demo
+
+test: setup      ## The tests, without the slow ones
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-all: setup  ## All tests
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+lint: setup      ## ruff: lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup     ## mypy
+	$(BIN)/mypy
+
+format: setup    ## Let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup     ## Every benchmark that needs no server
+	$(BIN)/phloem bench radix
+
+dist: setup      ## The wheel and the sdist, under dist/
+	$(BIN)/python -m build --outdir dist
+
+clean:           ## Remove what the targets above made
+	rm -rf $(VENV) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
