@@ -11,6 +11,8 @@
     │   ├── ModelCorrupted                   files that are missing, cut short, or contradict each other
     │   └── ModelUnsupported                 a sound model with a feature that phloem has no code for
     ├── CacheFull                            a request that needs more blocks than there can be
+    ├── StepFailed                           the model failed, or its numbers did (NaN), in a step of this request
+    ├── EngineClosed                         a call on an engine after `close()`, or cut off by it
     └── Cancelled                            a request ended by its caller; carries what was made so far
 
 What is wrong with the input is a ``ValueError`` too, so callers need not import this module to catch it. Each
@@ -74,3 +76,11 @@ class Cancelled(PhloemError):
     def __init__(self, message: str, *, partial: object = None) -> None:
         super().__init__(message)
         self.partial = partial
+
+
+class StepFailed(PhloemError):
+    """The step that computed the request failed; nothing that it wrote stays in the cache, and others go on."""
+
+
+class EngineClosed(PhloemError):
+    """The engine was closed before, or while, the call was made."""

@@ -1,0 +1,94 @@
+"""What an engine is built with. One frozen object, passed down; there is no global configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from phloem.radix import EvictionPolicy
+from phloem.runtime.errors import InvalidRequest
+
+DTYPES = ("auto", "bfloat16", "float32")
+BACKENDS = ("cpu", "reference")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The settings of an :class:`~phloem.runtime.engine.Engine`; every one has a default that works.
+
+    Raises:
+        InvalidRequest: A field is out of its range; the message names the field and the limit.
+    """
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of weights and KV. `auto`: bfloat16 where the CPU multiplies it natively (AMX, AVX512-BF16), else float32."""
+
+    block_size: int = 16
+    """Tokens per KV block: a power of two up to 64."""
+
+    num_blocks: int | None = None
+    """Size of the pool. None: as many as `kv_memory_bytes` holds."""
+
+    kv_memory_bytes: int | None = None
+    """Memory for KV. None: a quarter of what is available now, 4 GiB at most."""
+
+    max_model_len: int | None = None
+    """Longest path, prompt and output together. None: the model's context, or the pool where that is smaller."""
+
+    max_running: int = 64
+    """Requests computed in one step."""
+
+    max_step_tokens: int = 512
+    """Tokens computed in one step: longer prompts are prefilled in chunks, between the decodes of the others."""
+
+    prefix_cache: bool = True
+    """Off: every prompt is computed from its first token, and nothing is kept. For comparisons."""
+
+    eviction_policy: str | EvictionPolicy = "lru"
+    """`lru`, `lfu`, `fifo`, `priority`, or a policy object."""
+
+    backend: Literal["cpu", "reference"] = "cpu"
+    """Attention: `cpu` is the product, `reference` a slow dense one in float64, to compare with."""
+
+    deterministic: bool = True
+    """Keep a token's logits the same bits whatever was cached, batched or chunked."""
+
+    num_threads: int | None = None
+    """Threads for tensor work. None: what torch chooses (OMP_NUM_THREADS is respected)."""
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        _require(
+            self.backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}"
+        )
+        _require(
+            self.block_size in (1, 2, 4, 8, 16, 32, 64),
+            f"block_size must be a power of two from 1 to 64, not {self.block_size!r}",
+        )
+        for name in ("max_running", "max_step_tokens"):
+            _require_positive(name, getattr(self, name))
+        for name in ("num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        """Return a copy with some fields changed.
+
+        Raises:
+            InvalidRequest: There is no field of that name, or its value is out of range.
+        """
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in changes:
+            _require(name in known, f"unknown engine option {name!r}; there are {', '.join(known)}")
+        return dataclasses.replace(self, **changes)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(message)
+
+
+def _require_positive(name: str, value: object) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    _require(good, f"{name} must be a whole number of at least 1, not {value!r}")

@@ -1,0 +1,208 @@
+"""The engine's thread: it alone touches the scheduler, the tree and the tensors, so none of them needs a lock.
+
+Others hand it commands, which it takes up between two steps. A step is three calls: schedule, run, postprocess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+from phloem.runtime.batch import Batch
+from phloem.runtime.errors import CacheFull, EngineClosed, StepFailed
+from phloem.runtime.model_runner import ModelRunner, RowResult
+from phloem.runtime.output import OutputStream
+from phloem.runtime.outputs import EngineStats
+from phloem.runtime.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+Command = Callable[[], None]
+
+
+class EngineLoop:
+    """Runs steps while there is work, and commands in between. Owns the requests' output streams."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, num_threads: int | None = None) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._streams: dict[str, OutputStream] = {}
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._closing = False
+        self._is_closed = False
+        self._posting = threading.Lock()
+        """Held to post a command and to close, so that no command is posted which nobody will run."""
+        self._num_threads = num_threads
+        self._steps = self._computed = self._generated = self._failed_steps = 0
+        # A daemon, so that a program which forgets to close its engine can still end.
+        self._thread = threading.Thread(target=self._main, name="phloem-engine", daemon=True)
+        self._thread.start()
+
+    # From any thread
+
+    def submit(self, stream: OutputStream) -> None:
+        """Queue a request; its chunks go to its stream's sink from now on.
+
+        Raises:
+            EngineClosed: The engine was closed.
+        """
+        self._post(lambda: self._add(stream))
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next step, in whatever phase it is. An unknown or finished one is left alone."""
+        # After close, there is nothing left to abort.
+        with contextlib.suppress(EngineClosed):
+            self._post(lambda: self._abort(request_id))
+
+    def call(self, function: Callable[[], Value]) -> Future[Value]:
+        """Run a function in the engine's thread, between two steps.
+
+        Raises:
+            EngineClosed: The engine was closed.
+        """
+        future: Future[Value] = Future()
+        self._post(lambda: _run_into(future, function))
+        return future
+
+    def close(self) -> None:
+        """End all requests and the thread. A second call does nothing."""
+        with contextlib.suppress(EngineClosed):
+            self._post(self._close)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def stats(self) -> EngineStats:
+        """Counters of the loop and of what it owns. Only for the engine's thread: go through `call`."""
+        return EngineStats(
+            cache=self.scheduler.cache.stats(),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            steps=self._steps,
+            computed_tokens=self._computed,
+            generated_tokens=self._generated,
+            preemptions=self.scheduler.preemptions,
+            failed_steps=self._failed_steps,
+        )
+
+    def _post(self, command: Command) -> None:
+        with self._posting:
+            if self._is_closed:
+                raise EngineClosed("the engine is closed; make a new one")
+            self._commands.put(command)
+
+    # In the engine's thread
+
+    def _main(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        reason = "the engine was closed before the request ended"
+        try:
+            while not self._closing:
+                self._run_commands()
+                if not self._closing and self.scheduler.has_work:
+                    self._step()
+        except Exception as error:
+            # Only a bug of phloem's own comes here. Nobody may wait for ever because of it.
+            logger.exception("the engine's loop failed")
+            reason = (
+                f"the engine stopped on an internal error, please report it: {type(error).__name__}: {error}"
+            )
+        with self._posting:
+            self._is_closed = True
+        # What was posted before that still gets its answer.
+        while not self._commands.empty():
+            self._commands.get()()
+        self._end_all(EngineClosed(reason))
+
+    def _run_commands(self) -> None:
+        """Run what is queued; with no request to work on, wait for a command."""
+        if not self.scheduler.has_work:
+            self._commands.get()()
+        while not self._closing and not self._commands.empty():
+            self._commands.get()()
+
+    def _step(self) -> None:
+        batch = self.scheduler.schedule()
+        for refusal in batch.refused:
+            self._streams.pop(refusal.request.id).fail(refusal.error)
+        if not batch.rows:
+            return
+        try:
+            results = self.runner.run(batch)
+        except Exception as error:
+            logger.exception("a step of %d tokens failed", batch.num_tokens)
+            self._fail_step(batch, error)
+        else:
+            self._postprocess(batch, results)
+
+    def _postprocess(self, batch: Batch, results: list[RowResult]) -> None:
+        self._steps += 1
+        self._computed += batch.num_tokens
+        for result in results:
+            if not result.is_finite:
+                self._fail(result.row.request.id, StepFailed("the model's numbers became NaN or infinite"))
+        self.scheduler.commit([result.row for result in results if result.is_finite])
+        for result in results:
+            if result.token_id is not None:
+                self._deliver(result.row.request.id, result.token_id)
+
+    def _deliver(self, request_id: str, token_id: int) -> None:
+        stream = self._streams[request_id]
+        stream.request.tokens.append(token_id)
+        self._generated += 1
+        stream.push(token_id)
+        if stream.finish_reason is not None:
+            self.scheduler.finish(stream.request)
+            del self._streams[request_id]
+
+    def _fail_step(self, batch: Batch, error: Exception) -> None:
+        self._failed_steps += 1
+        for row in batch.rows:
+            failure = StepFailed(
+                f"the step that computed this request failed: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            self._fail(row.request.id, failure)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        stream = self._streams.pop(request_id)
+        self.scheduler.finish(stream.request)
+        stream.fail(error)
+
+    def _add(self, stream: OutputStream) -> None:
+        try:
+            self.scheduler.add(stream.request)
+        except CacheFull as error:
+            stream.fail(error)
+        else:
+            self._streams[stream.request.id] = stream
+
+    def _abort(self, request_id: str) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self.scheduler.finish(stream.request)
+            stream.abort()
+
+    def _close(self) -> None:
+        self._closing = True
+
+    def _end_all(self, error: Exception) -> None:
+        for request_id in list(self._streams):
+            self._streams.pop(request_id).fail(error)
+
+
+def _run_into(future: Future[Value], function: Callable[[], Value]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)

@@ -1,0 +1,72 @@
+"""What callers get back: completions, stream chunks, usage and statistics. Frozen: they cross threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from phloem.radix import CacheStats
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Where the tokens of one request came from. `prompt_tokens = cached_tokens + computed_tokens`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was there already, to the token (also inside a block)."""
+
+    completion_tokens: int
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that had to be computed."""
+        return self.prompt_tokens - self.cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished generation."""
+
+    request_id: str
+    text: str
+    """Without special tokens and without the stop string."""
+
+    token_ids: list[int]
+    """Every token that was sampled, an end-of-sequence token included: what the tree holds KV for."""
+
+    finish_reason: FinishReason
+    usage: Usage
+    first_token_s: float
+    """From submission to the first token, in seconds; NaN when there was none."""
+
+    total_s: float
+    """From submission to the end, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a streamed generation; the texts of all chunks together are the completion's text."""
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None
+    """In the last chunk only."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine started, and the state of its pool (in blocks) and queues now."""
+
+    cache: CacheStats
+    running: int
+    waiting: int
+    steps: int
+    computed_tokens: int
+    """Tokens that went through the model, decodes included."""
+
+    generated_tokens: int
+    preemptions: int
+    failed_steps: int

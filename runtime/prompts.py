@@ -1,0 +1,59 @@
+"""From what callers pass as prompts to token ids. Runs in the caller's thread, and refuses bad input there."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, cast
+
+from phloem.runtime.errors import InvalidRequest
+from phloem.runtime.tokenizer import Tokenizer
+
+Message: TypeAlias = Mapping[str, str]
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"
+"""Text, token ids, or the messages of a chat (`{"role": ..., "content": ...}`), which the model's template turns into text."""
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts, whether one was passed or several."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return [cast(Prompt, prompts)]
+    first = prompts[0] if len(prompts) else None
+    if isinstance(first, (int, Mapping)):
+        return [cast(Prompt, prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer, *, name: str = "prompt") -> array[int]:
+    """Return the prompt's token ids as an int32 array.
+
+    Raises:
+        InvalidRequest: It is empty, of a wrong type, or has ids outside of the vocabulary. The message starts with `name`.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidRequest(f"{name} is empty; it needs at least one token", field=name)
+        ids: Sequence[int] = tokenizer.encode(prompt)
+    elif isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
+        ids = tokenizer.encode_chat(cast("Sequence[Message]", prompt))
+    else:
+        ids = cast("Sequence[int]", prompt)
+    return _checked_ids(ids, tokenizer.vocab_size, name)
+
+
+def _checked_ids(ids: Sequence[int], vocab_size: int, name: str) -> array[int]:
+    if isinstance(ids, (bytes, bytearray)) or not isinstance(ids, (Sequence, array)):
+        raise InvalidRequest(
+            f"{name} must be text, token ids or chat messages, not {type(ids).__name__}", field=name
+        )
+    if not len(ids):
+        raise InvalidRequest(f"{name} is empty; it needs at least one token", field=name)
+    for index, token_id in enumerate(ids):
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise InvalidRequest(f"{name}[{index}] must be a token id, not {token_id!r}", field=name)
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{name}[{index}] is {token_id}; this model's token ids go from 0 to {vocab_size - 1}",
+                field=name,
+            )
+    return array("i", ids)

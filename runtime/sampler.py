@@ -1,0 +1,85 @@
+"""From logits to tokens.
+
+Each row is handled alone, and its draw is a function of (seed, position): a request gives the same tokens in any company.
+The counter-based generator is Philox (Salmon et al., 2011), as numpy implements it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phloem.runtime.sampling_params import SamplingParams
+
+TOP_P_CANDIDATES = 1024
+"""How many of the likeliest tokens are sorted before the whole vocabulary is: nearly always enough for top-p."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What one row of logits is sampled with."""
+
+    params: SamplingParams
+    seed: int
+    position: int
+    """Of the token to be sampled, in its path."""
+
+    banned_ids: tuple[int, ...] = ()
+    """Tokens that may not be sampled: the end-of-sequence tokens before `min_tokens`."""
+
+
+def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
+    """Choose one token per row.
+
+    Args:
+        logits: `[num_rows, vocab_size]`, float32. Rows with banned tokens are changed in place.
+        rows: One per row of `logits`.
+    """
+    for index, row in enumerate(rows):
+        if row.banned_ids:
+            logits[index, list(row.banned_ids)] = -torch.inf
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    for index, row in enumerate(rows):
+        if not row.params.is_greedy:
+            tokens[index] = _draw(logits[index], row)
+    return tokens
+
+
+def _draw(logits: Tensor, row: SamplingRow) -> int:
+    params = row.params
+    # The maximum goes to zero first, so that no temperature, however small, overflows.
+    scaled = (logits - logits.max()) / params.temperature
+    candidates = None
+    if params.top_k is not None and params.top_k < len(scaled):
+        scaled, candidates = scaled.topk(params.top_k)
+    probabilities = scaled.softmax(dim=-1)
+    if params.top_p < 1.0:
+        kept = _top_p(probabilities, params.top_p)
+        candidates = kept if candidates is None else candidates[kept]
+        probabilities = probabilities[kept]
+    if params.min_p > 0.0:
+        probabilities = probabilities.where(probabilities >= params.min_p * probabilities.max(), 0.0)
+    cumulative = probabilities.double().cumsum(dim=-1)
+    target = _uniform(row.seed, row.position) * cumulative[-1]
+    # `right`: the first entry above the target, so that a token of probability 0 is never drawn.
+    chosen = int(torch.searchsorted(cumulative, target, right=True))
+    chosen = min(chosen, int(probabilities.nonzero()[-1]))
+    return chosen if candidates is None else int(candidates[chosen])
+
+
+def _top_p(probabilities: Tensor, top_p: float) -> Tensor:
+    """Return the ids of the smallest set of likeliest tokens that sums to `top_p`, likeliest first."""
+    size = min(TOP_P_CANDIDATES, len(probabilities))
+    likeliest, ids = probabilities.topk(size)
+    if float(likeliest.sum()) < top_p and size < len(probabilities):
+        likeliest, ids = probabilities.sort(descending=True, stable=True)
+    before = likeliest.cumsum(dim=-1) - likeliest
+    return ids[: max(1, int((before < top_p).sum()))]
+
+
+def _uniform(seed: int, position: int) -> float:
+    """Return the number in [0, 1) that belongs to (seed, position)."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())

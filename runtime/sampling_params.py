@@ -1,0 +1,109 @@
+"""How the next token is chosen and when a generation ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phloem.runtime.errors import InvalidRequest
+
+MAX_SEED = 2**63 - 1
+MAX_STOP_STRINGS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Parameters of one generation. `temperature=0` is greedy.
+
+    Filters apply in this order: temperature, `top_k`, `top_p` (of what `top_k` left), `min_p` (relative to
+    the likeliest token); then one token is drawn.
+
+    Raises:
+        InvalidRequest: A value is out of range; the message names the field and the limit.
+    """
+
+    max_tokens: int | None = 256
+    """Tokens to generate at most. None: as many as the context holds. The context limits it in any case."""
+
+    min_tokens: int = 0
+    """No end-of-sequence token, stop id or stop string counts before so many tokens."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    """Keep the k likeliest tokens. None: all."""
+
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probabilities sum to at least this (Holtzman et al., 2020)."""
+
+    min_p: float = 0.0
+    """Drop tokens less likely than this fraction of the likeliest (Nguyen et al., 2024)."""
+
+    seed: int | None = None
+    """The draw at position p is a function of (seed, p) alone: batch mates and caching do not matter. None: random."""
+
+    stop: str | Sequence[str] = ()
+    """End before the first of these strings; it is not part of the text."""
+
+    stop_token_ids: Sequence[int] = ()
+    """End at any of these tokens, besides the model's own end-of-sequence tokens."""
+
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence tokens."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, at_least=1)
+        _whole("min_tokens", self.min_tokens, at_least=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
+            )
+        _real("temperature", self.temperature, 0.0, math.inf)
+        if self.top_k is not None:
+            _whole("top_k", self.top_k, at_least=1)
+        _real("top_p", self.top_p, 0.0, 1.0, above_least=True)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, at_least=0, at_most=MAX_SEED)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, without drawing."""
+        return self.temperature == 0
+
+
+def _whole(name: str, value: object, *, at_least: int, at_most: int | None = None) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+    if not good or (at_most is not None and isinstance(value, int) and value > at_most):
+        limit = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise InvalidRequest(f"{name} must be a whole number {limit}, not {value!r}")
+
+
+def _real(name: str, value: object, least: float, most: float, *, above_least: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    good = number and math.isfinite(value) and least <= value <= most  # type: ignore[arg-type,operator]
+    if not good or (above_least and value == least):
+        bound = f"above {least:g}" if above_least else f"of at least {least:g}"
+        limit = bound if most == math.inf else f"{bound} and at most {most:g}"
+        raise InvalidRequest(f"{name} must be a finite number {limit}, not {value!r}")
+
+
+def _strings(stop: object) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else None
+    if strings is None or any(not isinstance(string, str) or not string for string in strings):
+        raise InvalidRequest(f"stop must be a string or several, none of them empty, not {stop!r}")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are taken")
+    return strings
+
+
+def _token_ids(ids: object) -> tuple[int, ...]:
+    good = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes))
+    if not good or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):  # type: ignore[attr-defined]
+        raise InvalidRequest(f"stop_token_ids must be token ids of 0 and more, not {ids!r}")
+    return tuple(ids)  # type: ignore[arg-type]
