@@ -1,0 +1,165 @@
+"""`phloem demo`: the engine's main job on a real model, with the cache on and off."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from importlib.resources import files
+from itertools import zip_longest
+
+from rich.console import Console
+from rich.table import Table
+
+from phloem.runtime import Completion, Engine, SamplingParams
+
+SYSTEM = "You are a friendly teacher who answers in one or two short sentences."
+TURNS = ("What is the capital of France?", "Which river flows through it?", "Name one famous building there.")
+GREEDY = SamplingParams(temperature=0, max_tokens=48)
+QUESTION = SamplingParams(temperature=0, max_tokens=64, stop="###")
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one engine did: the cache on, or off."""
+
+    label: str
+    chat: list[Completion] = field(default_factory=list)
+    questions: list[Completion] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def completions(self) -> list[Completion]:
+        """All of them, in order."""
+        return [*self.chat, *self.questions]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question with the answer that is known to be right."""
+
+    prompt: str
+    question: str
+    answer: str
+
+
+def run_demo(model: str, console: Console) -> None:
+    """Run and print the demo. Needs no input."""
+    problems = load_problems()
+    console.print(
+        f"[bold]phloem[/] on [cyan]{model}[/]: a chat of three turns, then sixteen questions that share one prefix.\n"
+    )
+    warm = _run_pass(model, "cache on", problems, console, prefix_cache=True)
+    _print_answers(warm, problems, console)
+    console.print("\nThe same again with the cache off ...")
+    cold = _run_pass(model, "cache off", problems, console, prefix_cache=False)
+    console.print(_requests_table(warm, cold))
+    console.print(_totals_table(warm, cold))
+    same = sum(a.token_ids == b.token_ids for a, b in zip(warm.completions, cold.completions, strict=True))
+    console.print(
+        f"{same} of {len(warm.completions)} answers are the same, token for token, with the cache on and off."
+    )
+
+
+def load_problems() -> list[Problem]:
+    """Return the sixteen problems that ship with phloem, each behind the few-shot examples that they share."""
+    folder = files("phloem.examples.data.gsm8k")
+    examples = folder.joinpath("fewshot.txt").read_text(encoding="utf-8")
+    return [
+        Problem(
+            prompt=f"{examples}\n\n### Instruction:\n{entry['problem']}\n\n### Response:\nLet's think step by step.",
+            question=entry["problem"],
+            answer=entry["answer"],
+        )
+        for entry in json.loads(folder.joinpath("problems.json").read_text(encoding="utf-8"))
+    ]
+
+
+def _run_pass(
+    model: str, label: str, problems: list[Problem], console: Console, *, prefix_cache: bool
+) -> Pass:
+    done = Pass(label)
+    with console.status(f"Loading {model} ({label})"):
+        engine = Engine(model, prefix_cache=prefix_cache)
+    with engine:
+        started = time.perf_counter()
+        with console.status(f"Chatting ({label})"):
+            done.chat = _chat(engine)
+        with console.status(f"Answering {len(problems)} questions at once ({label})"):
+            done.questions = engine.generate([problem.prompt for problem in problems], QUESTION)
+        done.seconds = time.perf_counter() - started
+    return done
+
+
+def _chat(engine: Engine) -> list[Completion]:
+    messages = [{"role": "system", "content": SYSTEM}]
+    completions = []
+    for turn in TURNS:
+        messages.append({"role": "user", "content": turn})
+        [completion] = engine.generate(messages, GREEDY)
+        messages.append({"role": "assistant", "content": completion.text})
+        completions.append(completion)
+    return completions
+
+
+def _print_answers(done: Pass, problems: list[Problem], console: Console) -> None:
+    for turn, completion in zip(TURNS, done.chat, strict=True):
+        console.print(f"[bold green]you[/]     {turn}", highlight=False)
+        console.print(f"[bold cyan]model[/]   {completion.text.strip()}\n", highlight=False, markup=True)
+    for number, (problem, completion) in enumerate(zip(problems, done.questions, strict=True), start=1):
+        console.print(
+            f"[bold green]{number:2}[/] {problem.question} [dim](right: {problem.answer})[/]", highlight=False
+        )
+        console.print(f"   {' '.join(completion.text.split())}", highlight=False, markup=False)
+
+
+def _requests_table(warm: Pass, cold: Pass) -> Table:
+    table = Table(
+        title="Per request: prompt tokens, and milliseconds to the first token", title_justify="left"
+    )
+    table.add_column("request")
+    for heading in (
+        "prompt",
+        "cached",
+        "computed",
+        "first token, ms",
+        "cache off: computed",
+        "first token, ms",
+    ):
+        table.add_column(heading, justify="right")
+    names = [f"turn {n}" for n in range(1, len(warm.chat) + 1)]
+    for name, a, b in zip_longest(names, warm.completions, cold.completions):
+        number = warm.completions.index(a) - len(warm.chat) + 1
+        table.add_row(
+            name or f"question {number}",
+            f"{a.usage.prompt_tokens:,}",
+            f"{a.usage.cached_tokens:,}",
+            f"{a.usage.computed_tokens:,}",
+            f"{a.first_token_s * 1e3:,.0f}",
+            f"{b.usage.computed_tokens:,}",
+            f"{b.first_token_s * 1e3:,.0f}",
+        )
+    return table
+
+
+def _totals_table(warm: Pass, cold: Pass) -> Table:
+    table = Table(title="Totals", title_justify="left")
+    table.add_column("")
+    for done in (warm, cold):
+        table.add_column(done.label, justify="right")
+    table.add_column("off / on", justify="right")
+
+    def row(name: str, a: float, b: float, form: str) -> None:
+        table.add_row(name, format(a, form), format(b, form), f"{b / a:.1f}x" if a else "")
+
+    row("prompt tokens", *(sum(c.usage.prompt_tokens for c in p.completions) for p in (warm, cold)), ",")
+    row("cached", *(sum(c.usage.cached_tokens for c in p.completions) for p in (warm, cold)), ",")
+    row("computed", *(sum(c.usage.computed_tokens for c in p.completions) for p in (warm, cold)), ",")
+    row("generated", *(sum(c.usage.completion_tokens for c in p.completions) for p in (warm, cold)), ",")
+    row("mean first token, s", *(_mean_first_token_s(p) for p in (warm, cold)), ".3f")
+    row("total time, s", warm.seconds, cold.seconds, ".1f")
+    return table
+
+
+def _mean_first_token_s(done: Pass) -> float:
+    return sum(c.first_token_s for c in done.completions) / len(done.completions)

@@ -1,0 +1,111 @@
+"""The command `phloem`: its subcommands and their options. What they do is in the modules beside this one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+# Nothing here imports torch: `phloem --help` answers at once, and each command imports what it needs.
+app = typer.Typer(
+    name="phloem",
+    help="A radix-tree prefix cache engine for language models.\n\nStart with `phloem demo`, then `phloem chat`.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(
+    help="Measure phloem on this machine. Every number comes with what it is compared to, from the same run.",
+    no_args_is_help=True,
+)
+app.add_typer(bench_app, name="bench")
+
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", help="A model directory, a `.gguf` file, a hub id, or the built-in `smollm2-135m`."
+    ),
+]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Write the results to this file as JSON too.")
+]
+MaxTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)]
+
+
+@app.command()
+def demo(model: ModelOption = "smollm2-135m") -> None:
+    """Chat and sixteen questions on a real model, with the prefix cache on and off, side by side.
+
+    The first run fetches the model (98 MB) and converts it once.
+    """
+    from phloem.runtime.cli.demo import run_demo
+
+    run_demo(model, Console())
+
+
+@app.command()
+def chat(
+    model: ModelOption = "smollm2-135m",
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy: always the likeliest token.", min=0.0)
+    ] = 0.0,
+    max_tokens: MaxTokensOption = 512,
+    seed: Annotated[int | None, typer.Option(help="Repeat the same draws. Default: random.")] = None,
+) -> None:
+    """Talk to a model. Each turn computes only its new words; the line below each answer says how many."""
+    from phloem.runtime import SamplingParams
+    from phloem.runtime.cli.chat import run_chat
+
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    run_chat(model, params, Console(), system=system)
+
+
+@bench_app.command("radix")
+def bench_radix(
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller trees: seconds, not minutes.")] = False,
+    json_path: JsonOption = None,
+) -> None:
+    """The tree alone: match, insert, evict and memory, beside a memory compare and the plain alternatives."""
+    from phloem.runtime.cli.bench_radix import run_bench_radix
+
+    run_bench_radix(Console(), quick=quick, json_path=json_path)
+
+
+@bench_app.command("reuse")
+def bench_reuse(
+    model: ModelOption = "smollm2-135m",
+    rounds: Annotated[int, typer.Option(help="Rounds; the medians are shown.", min=3)] = 7,
+    json_path: JsonOption = None,
+) -> None:
+    """What a hit saves (a 2,048-token prompt sent twice), and what the cache costs where nothing is shared."""
+    from phloem.runtime.cli.bench_reuse import run_bench_reuse
+
+    run_bench_reuse(model, Console(), rounds=rounds, json_path=json_path)
+
+
+def main() -> None:
+    """Run the command; errors of the family print one line instead of a traceback."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if not _is_our_own(error):
+            raise
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+def _is_our_own(error: Exception) -> bool:
+    # Imported late: the runtime brings torch, which `--help` does without.
+    from phloem.runtime.errors import PhloemError
+
+    return isinstance(error, PhloemError)
+
+
+if __name__ == "__main__":
+    main()
