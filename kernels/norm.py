@@ -1,0 +1,23 @@
+"""RMSNorm (Zhang and Sennrich, 2019), row by row."""
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Scale each row to unit root mean square, then by `weight`.
+
+    Computed in float32 and rounded to x's dtype before the weight is applied, in the order of transformers'
+    LlamaRMSNorm, so that both give the same bits. A row's bits don't depend on the other rows: the mean runs over the
+    contiguous last dimension, everything else is elementwise in exact operations.
+
+    Args:
+        x: `[..., hidden]`, any floating type.
+        weight: `[hidden]`.
+        eps: Added to the mean square.
+
+    Returns:
+        `[..., hidden]`, dtype of x times dtype of weight.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
