@@ -1,0 +1,167 @@
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM2) as one lean decoder on ``phloem.kernels``.
+
+It knows tokens, positions and an attention backend; not requests, blocks or the tree. Tokens of many paths stand
+one below the other in one batch, and no operation here mixes rows: only `AttentionBackend.attend` looks at other
+tokens, and only at those of the same path. So a token's numbers don't depend on its company, bit for bit, as long
+as the kernels keep their promise (`deterministic`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from phloem.kernels.activation import silu_and_mul
+from phloem.kernels.attention import AttentionBackend
+from phloem.kernels.linear import PackedLinear, RowLadder
+from phloem.kernels.norm import rms_norm
+from phloem.kernels.rope import RotaryEmbedding
+from phloem.runtime.models.config import ModelConfig
+from phloem.runtime.models.weights import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    qkv: PackedLinear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: PackedLinear
+    mlp_norm: torch.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+class Decoder:
+    """A decoder-only transformer. Immutable after construction; one caller at a time."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    """Of the weights and of the hidden states."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        deterministic: bool = True,
+        max_position: int | None = None,
+    ) -> None:
+        """Read and repack the weights, layer by layer, so that they are in memory once.
+
+        Args:
+            config: The model's shape.
+            checkpoint: Its weights.
+            dtype: What to compute in: torch.float32 or torch.bfloat16.
+            deterministic: Keep the bits of a token independent of the batch around it.
+            max_position: Longest path that will be run; None means the config's. It fixes the table of
+                `dynamic` rope scaling.
+        """
+        self.config = config
+        self.dtype = dtype
+        builder = _Builder(checkpoint, dtype, deterministic)
+        self._embedding = builder.read("model.embed_tokens.weight")
+        self._layers = [builder.layer(index, config) for index in range(config.num_layers)]
+        self._norm = builder.read("model.norm.weight")
+        # tied: the repacked head can't be indexed by row, so the embedding keeps a copy of its own
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self._head = builder.linear([head], has_bias=False)
+        self._rope = RotaryEmbedding(
+            config.head_dim,
+            max_position=max_position or config.max_position,
+            theta=config.rope_theta,
+            scaling=config.rope_scaling,
+            partial_rotary_factor=config.partial_rotary_factor,
+        )
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Compute one step, and write its KV through the backend.
+
+        Args:
+            token_ids: int64 `[num_tokens]`, the tokens of all rows of the plan.
+            positions: int64 `[num_tokens]`, each token's place in its path.
+            attention: A backend that has been given this step's plan.
+
+        Returns:
+            `[num_tokens, hidden_size]` in the model's dtype, after the last norm.
+        """
+        hidden = F.embedding(token_ids, self._embedding)
+        for index, layer in enumerate(self._layers):
+            hidden = hidden + self._attend(index, layer, hidden, positions, attention)
+            hidden = hidden + self._mlp(layer, hidden)
+        return rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states `[num_rows, hidden_size]`: float32 `[num_rows, vocab_size]`."""
+        return self._head(hidden).float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: _Layer,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        config = self.config
+        qkv = layer.qkv(rms_norm(hidden, layer.attention_norm, config.rms_norm_eps))
+        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
+        first_k, first_v = config.num_q_heads, config.num_q_heads + config.num_kv_heads
+        q, k, v = heads[:, :first_k], heads[:, first_k:first_v], heads[:, first_v:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
+            k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        q, k = self._rope(q, k, positions)
+        attention.append(index, k, v)
+        return layer.output(attention.attend(index, q).flatten(1))
+
+    def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+        normed = rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
+        return layer.down(silu_and_mul(layer.gate_up(normed)))
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Makes layers out of a checkpoint; all of a model's linear layers share one ladder."""
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    deterministic: bool
+    ladder: RowLadder
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, deterministic: bool) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.deterministic = deterministic
+        self.ladder = RowLadder()
+
+    def layer(self, index: int, config: ModelConfig) -> _Layer:
+        prefix = f"model.layers.{index}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        has_norm = config.qk_norm
+        return _Layer(
+            attention_norm=self.read(f"{prefix}input_layernorm.weight"),
+            qkv=self.linear(
+                [f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj"], has_bias=config.qkv_bias
+            ),
+            q_norm=self.read(f"{attention}q_norm.weight") if has_norm else None,
+            k_norm=self.read(f"{attention}k_norm.weight") if has_norm else None,
+            output=self.linear([f"{attention}o_proj"], has_bias=config.o_bias),
+            mlp_norm=self.read(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self.linear([f"{mlp}gate_proj", f"{mlp}up_proj"], has_bias=config.mlp_bias),
+            down=self.linear([f"{mlp}down_proj"], has_bias=config.mlp_bias),
+        )
+
+    def linear(self, names: list[str], *, has_bias: bool) -> PackedLinear:
+        """One linear layer out of several that read the same input, stacked by output."""
+        weight = torch.cat([self.read(f"{name}.weight") for name in names])
+        bias = torch.cat([self.read(f"{name}.bias") for name in names]) if has_bias else None
+        return PackedLinear(weight, bias, ladder=self.ladder, deterministic=self.deterministic)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.checkpoint.tensor(name, self.dtype)

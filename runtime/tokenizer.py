@@ -1,0 +1,427 @@
+"""Text to token ids and back: `Tokenizer`, `IncrementalDetokenizer` for streams, `StopChecker` for stop strings.
+
+The work is done by the Hugging Face *fast* tokenizers (the ``tokenizers`` library). What is added here is what an
+engine needs and they leave open: a BOS that is never doubled, user text that can't forge special tokens, typed
+errors that name the wrong field, and text deltas whose sum is exactly the text of all tokens.
+
+Text is a view of tokens. Nothing here is ever used to get from generated tokens to text and back to tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phloem.runtime.errors import InvalidRequest, ModelCorrupted
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as BackendTokenizer
+    from transformers import TokenizersBackend
+
+_REPLACEMENT = "\ufffd"
+_WINDOW = 16
+"""Tokens that an `IncrementalDetokenizer` decodes at most at once, in all but contrived texts."""
+
+_KEPT = 6
+"""Tokens that it keeps as context when it shortens its window."""
+
+_MAX_BYTE_RUN = 64
+"""Byte tokens in a row after which it no longer waits for their end; see `IncrementalDetokenizer`."""
+
+_PRIVATE_USE = range(0xE000, 0xF8FF)
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template.
+
+    Holds no state that a call changes, so threads may share it.
+    """
+
+    hf: TokenizersBackend
+    """The transformers tokenizer, for libraries that want one (grammars)."""
+
+    backend: BackendTokenizer
+    """The ``tokenizers`` object below it; truncation and padding are off."""
+
+    vocab_size: int
+    """Ids are below this; the model's own vocabulary may be larger, with rows that no text uses."""
+
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a generation: the tokenizer's own, and those of the model's config."""
+
+    special_ids: frozenset[int]
+    """Ids that `decode` leaves out by default."""
+
+    def __init__(self, hf: TokenizersBackend, *, eos_token_ids: Iterable[int] = ()) -> None:
+        self.hf = hf
+        self.backend = hf.backend_tokenizer
+        # tokenizer.json may carry a truncation length from training, which would cut prompts silently
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = _optional_id(hf.bos_token_id)
+        own = _optional_id(hf.eos_token_id)
+        ids = [*eos_token_ids, *([] if own is None else [own])]
+        self.eos_token_ids = tuple(dict.fromkeys(ids))
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._special_texts = {added[index].content: index for index in self.special_ids}
+
+    @classmethod
+    def from_directory(cls, directory: str | Path, *, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
+        """Load the tokenizer of a model directory.
+
+        Raises:
+            ModelCorrupted: There is none, it is damaged, or it is not a fast tokenizer.
+        """
+        from transformers import AutoTokenizer, TokenizersBackend
+
+        way_out = "the directory needs tokenizer.json and tokenizer_config.json: download them again"
+        if not (Path(directory) / "tokenizer.json").exists():
+            raise ModelCorrupted(f"{directory} has no tokenizer.json; {way_out}")
+        try:
+            hf = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
+            raise ModelCorrupted(
+                f"the tokenizer of {directory} can't be loaded ({error}); {way_out}"
+            ) from error
+        if not isinstance(hf, TokenizersBackend):
+            raise ModelCorrupted(
+                f"{directory} gave {type(hf).__name__}, which is not a fast tokenizer; {way_out}"
+            )
+        return cls(hf, eos_token_ids=eos_token_ids)
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            text: Any Unicode text.
+            add_special_tokens: Add what the model wants around a prompt (usually BOS). A text that brings its own
+                BOS, because it was rendered from a chat template, does not get a second one.
+            parse_special_tokens: Read ``<|im_end|>`` and its like as the special token. False for text that
+                comes from an end user: it stays text then.
+
+        Raises:
+            InvalidRequest: `text` is no string, or has lone surrogates, which no UTF-8 can hold.
+        """
+        if not isinstance(text, str):
+            raise InvalidRequest(f"a prompt must be a string, not {type(text).__name__}", field="prompt")
+        backend = self.backend if parse_special_tokens else self._plain_backend
+        try:
+            ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequest(
+                f"the text can't be encoded as UTF-8 ({error}); remove its lone surrogates", field="prompt"
+            ) from error
+        if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:
+            return ids[1:]
+        return ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation under the model's chat template.
+
+        Special tokens come from the template alone: their spellings inside a message stay text.
+
+        Args:
+            messages: Mappings with ``role`` and ``content``, a string or a list of text parts; other keys
+                (``name``, ``tool_calls``) are handed to the template.
+            add_generation_prompt: End with the opening of the assistant's turn.
+            template_options: More variables for the template, such as ``tools``.
+
+        Raises:
+            InvalidRequest: A message is malformed (`field` says which), the template refuses the conversation,
+                or the model has no chat template.
+        """
+        checked = [_check_message(message, index) for index, message in enumerate(_check_messages(messages))]
+        guard = _SpecialTextGuard(self._special_texts, checked)
+        rendered = self._render(guard.hide(checked), add_generation_prompt, template_options or {})
+        if not guard.found:
+            return self.encode(rendered, add_special_tokens=False)
+        ids: list[int] = []
+        for piece in self._special_pattern.split(rendered):
+            if piece in self._special_texts:
+                ids.append(self._special_texts[piece])
+            elif piece:
+                text = guard.reveal(piece)
+                ids += self.encode(text, add_special_tokens=False, parse_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids; bytes that are no valid UTF-8 become U+FFFD."""
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can work."""
+        return self.hf.chat_template is not None
+
+    @cached_property
+    def byte_token_ids(self) -> frozenset[int]:
+        """Ids of the ``<0x..>`` tokens of a vocabulary with byte fallback; empty for byte-level vocabularies."""
+        if "ByteFallback" not in repr(self.backend.decoder):
+            return frozenset()
+        ids = (self.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(index for index in ids if index is not None)
+
+    @cached_property
+    def _plain_backend(self) -> BackendTokenizer:
+        """A second backend that reads special tokens' spellings as text: the switch is a property of the object."""
+        from tokenizers import Tokenizer as BackendTokenizer
+
+        plain = BackendTokenizer.from_str(self.backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special_texts, key=len, reverse=True)
+        return re.compile("(" + "|".join(re.escape(text) for text in longest_first) + ")")
+
+    def _render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, options: Mapping[str, Any]
+    ) -> str:
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            raise InvalidRequest(
+                "this model has no chat template; pass the prompt as text or token ids", field="messages"
+            )
+        try:
+            rendered = self.hf.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", field="messages"
+            ) from error
+        return str(rendered)
+
+
+class IncrementalDetokenizer:
+    """Turns a growing list of token ids into text deltas.
+
+    The deltas and the flush together are `Tokenizer.decode` of all ids, and no delta holds a part of a
+    character. The cost of a token does not grow with the text: only a window of the last tokens is decoded
+    again, because a token's text depends on its neighbours (bytes of one character, the space that a
+    first token loses).
+
+    In vocabularies with byte fallback one bad byte spoils a whole run of byte tokens, so a run is held back
+    until it ends. After 64 byte tokens it is given out all the same; should a bad byte follow, then `decode`
+    of all ids shows more replacement characters than the stream did.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, context: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        """Start a stream.
+
+        Args:
+            tokenizer: The tokenizer of the ids.
+            context: Ids before the stream (a prompt's end; the last 16 are enough). They give no text, but with
+                them a first word keeps the space before it, which some vocabularies strip from the very start.
+            skip_special_tokens: Leave out the special tokens' texts.
+        """
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._byte_ids = tokenizer.byte_token_ids
+        self._byte_run = 0
+        self._window = [index for index in context[-_WINDOW:] if self._has_text(index)]
+        # an unfinished character at the context's end belongs to the stream, which may finish it
+        self._num_emitted = len(self._decode(self._window).rstrip(_REPLACEMENT))
+
+    def push(self, token_id: int) -> str:
+        """Add one token; return the text that is certain now, often empty, never a broken character."""
+        if not self._has_text(token_id):
+            return ""
+        self._window.append(token_id)
+        self._byte_run = self._byte_run + 1 if token_id in self._byte_ids else 0
+        if 0 < self._byte_run < _MAX_BYTE_RUN:
+            return ""
+        text = self._decode(self._window)
+        # all bytes before an unfinished character are decided, and an unfinished one shows as one U+FFFD
+        num_certain = len(text) - text.endswith(_REPLACEMENT)
+        delta = text[self._num_emitted : num_certain]
+        self._num_emitted = max(self._num_emitted, num_certain)
+        if len(self._window) > _WINDOW:
+            self._shorten(text)
+        return delta
+
+    def flush(self) -> str:
+        """Return what is still held back, such as a character that never got its last byte."""
+        text = self._decode(self._window)
+        delta = text[self._num_emitted :]
+        self._num_emitted = max(self._num_emitted, len(text))
+        self._byte_run = 0
+        return delta
+
+    def _shorten(self, text: str) -> None:
+        """Cut the window where that can't change the text of what follows.
+
+        A cut is good when the rest alone decodes to the end of the text (a leading space may be lost). If the text
+        ends inside a character, both parts must give all of it, or the cut could lie in that character.
+        """
+        for cut in range(len(self._window) - _KEPT, 0, -1):
+            head, rest = self._decode(self._window[:cut]), self._decode(self._window[cut:])
+            unfinished = text.endswith(_REPLACEMENT)
+            good = head + rest == text if unfinished else rest != "" and text.endswith(rest)
+            dropped = len(text) - len(rest)
+            if good and dropped <= self._num_emitted:
+                del self._window[:cut]
+                self._num_emitted -= dropped
+                return
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._skipped and self._tokenizer.backend.id_to_token(token_id) is not None
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+class StopChecker:
+    """Finds stop strings in a stream of text deltas, also where they span several.
+
+    The stop that is complete first wins (of two, the one that began first), and the text ends before it. The result
+    does not depend on how the text was cut into deltas. Held back is only text that may be the beginning of a
+    stop: at most the longest stop's length less one.
+    """
+
+    matched: str | None
+    """The stop string that was found; None before that."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        for index, stop in enumerate(stops):
+            if not isinstance(stop, str) or not stop:
+                raise InvalidRequest(
+                    f"a stop must be a string of at least one character, not {stop!r}", field=f"stop[{index}]"
+                )
+        self._stops = tuple(stops)
+        self._max_held = max((len(stop) for stop in stops), default=1) - 1
+        self._held = ""
+        self.matched = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.matched is not None
+
+    def push(self, delta: str) -> str:
+        """Add text; return what can be shown now. After a match this returns nothing."""
+        if self.stopped:
+            return ""
+        text = self._held + delta
+        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if ends:
+            _, start, self.matched = min(ends)
+            self._held = ""
+            return text[:start]
+        num_held = self._num_held(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def flush(self) -> str:
+        """Return the text held back, when the stream ended without a match."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        for length in range(min(self._max_held, len(text)), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+class _SpecialTextGuard:
+    """Hides special tokens' spellings in messages while the template is rendered.
+
+    Each spelling is replaced by two characters of Unicode's private use area that no message uses, so that after
+    rendering only the template's own special tokens can be seen as such.
+    """
+
+    def __init__(self, special_texts: Mapping[str, int], messages: list[dict[str, Any]]) -> None:
+        contents = "\n".join(message["content"] for message in messages)
+        self._texts = [text for text in sorted(special_texts, key=len, reverse=True) if text in contents]
+        unused = (chr(code) for code in _PRIVATE_USE if chr(code) not in contents)
+        self._marks = {text: next(unused) for text in self._texts}
+
+    @property
+    def found(self) -> bool:
+        """Whether any message spells a special token."""
+        return bool(self._texts)
+
+    def hide(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages with a mark in place of each spelling."""
+        return [{**message, "content": self._replace(message["content"])} for message in messages]
+
+    def reveal(self, text: str) -> str:
+        """Put the spellings back."""
+        for spelling, mark in self._marks.items():
+            text = text.replace(mark, spelling)
+        return text
+
+    def _replace(self, content: str) -> str:
+        for spelling, mark in self._marks.items():
+            content = content.replace(spelling, mark)
+        return content
+
+
+def _check_messages(messages: object) -> Sequence[object]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise InvalidRequest(
+            "messages must be a list of at least one {'role': ..., 'content': ...}", field="messages"
+        )
+    return messages
+
+
+def _check_message(message: object, index: int) -> dict[str, Any]:
+    """Return a copy of the message whose content is one string."""
+    field = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{field} must be a mapping, not {type(message).__name__}", field=field)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(
+            f"{field}.role must be a string such as 'user', not {role!r}", field=f"{field}.role"
+        )
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    return {**message, "content": _content_text(content, f"{field}.content")}
+
+
+def _content_text(content: object, field: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidRequest(
+            f"{field} must be a string or a list of text parts, not {content!r}", field=field
+        )
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            raise InvalidRequest(
+                f"{field}[{index}] must be {{'type': 'text', 'text': ...}}; only text is supported",
+                field=f"{field}[{index}]",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _optional_id(value: object) -> int | None:
+    return value if isinstance(value, int) else None
