@@ -1,0 +1,588 @@
+"""The prefix cache: locks, admission, eviction and counters over a `RadixTree` and a `BlockPool`.
+
+It decides who may lose a block. What a path looks like is the tree's business, which blocks exist the pool's, which
+leaf goes first the policy's. It is not thread-safe: one thread owns it.
+
+Invariants, each proved by `RadixCache.check`:
+
+- Every block has one owner: free + evictable + locked + private = all (rule 10).
+- ``lock_refs`` of a node = locks held at the node + ``lock_refs`` of its children; hence a parent has at least as many
+  as a child, and everything below an unlocked node is unlocked: all that counts as evictable can be evicted, leaf by
+  leaf (rule 11).
+- The eviction candidates are the unlocked leaves, no more and no fewer, in the order of their present keys (rule 12).
+- A cleared tree holds locked nodes only, and is matched by nobody (rule 16).
+
+Time is a counter that ticks once per operation that moves recency, so that no two paths are used at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phloem.radix.check import check_cache
+from phloem.radix.errors import InvalidBlocks, InvalidNamespace, NotLocked, OutOfBlocks, Shortage, StaleNode
+from phloem.radix.namespace import Namespace
+from phloem.radix.node import Node, NodeRef
+from phloem.radix.packing import TOKEN_BYTES, Tokens, pack
+from phloem.radix.policy import EvictionOrder, EvictionPolicy, policy_named
+from phloem.radix.pool import BlockPool, Owner
+from phloem.radix.results import CacheStats, ClearResult, Grip, InsertResult, PrefixMatch
+from phloem.radix.tree import Place, RadixTree
+
+
+@dataclass(slots=True)
+class _Counters:
+    """What only ever grows; see `CacheStats` for the meanings."""
+
+    queries: int = 0
+    query_tokens: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    tail_tokens: int = 0
+    refusals: int = 0
+    evictions: int = 0
+    duplicates: int = 0
+
+
+class RadixCache:
+    """A cache of token paths in blocks; owner of its tree, and of the pool it was given.
+
+    Every method that takes tokens takes any sequence of ints, or packed int32 (see `packing.pack`).
+
+    >>> cache = RadixCache(BlockPool(8), block_size=2)
+    >>> ns = Namespace(salt="tenant-a")
+    >>> done = cache.insert(ns, [1, 2, 3, 4], cache.allocate(2))
+    >>> hit = cache.match(ns, [1, 2, 3, 9])
+    >>> hit.num_tokens, hit.blocks, hit.tail_tokens, hit.tail_block
+    (2, [0], 1, 1)
+    >>> grip = cache.acquire(ns, [1, 2, 9], num_blocks=2)
+    >>> grip.blocks, grip.new_blocks
+    ([0], [2])
+    >>> done = cache.extend(grip.node, [9, 9], grip.new_blocks)
+    >>> cache.unlock(done.node)
+    >>> cache.evict(3), cache.stats().free
+    (3, 8)
+    """
+
+    __slots__ = ("_cleared", "_clock", "_counters", "_evictable", "_num_locks", "_order", "_tree", "pool")
+
+    def __init__(
+        self, pool: BlockPool, block_size: int = 16, *, policy: str | EvictionPolicy = "lru"
+    ) -> None:
+        """An empty cache over `pool`, in which nobody else may move blocks from then on.
+
+        Args:
+            pool: All blocks that tree and callers share.
+            block_size: Tokens per block.
+            policy: Which unlocked leaf is evicted first: ``lru``, ``lfu``, ``fifo``, ``priority``, or one's own.
+
+        Raises:
+            ValueError: `block_size` is not positive.
+            UnknownPolicy: No policy has that name.
+        """
+        if block_size < 1:
+            raise ValueError(f"block_size must be 1 or more, not {block_size}")
+        self.pool = pool
+        self._tree = RadixTree(block_size)
+        self._order = EvictionOrder(policy_named(policy) if isinstance(policy, str) else policy)
+        self._counters = _Counters()
+        self._cleared: set[Node] = set()  # roots of cleared trees in which locks are left
+        self._evictable = 0  # blocks in nodes with lock_refs == 0
+        self._num_locks = 0  # locks taken and not given back: the sum of `held`
+        self._clock = 0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._tree.block_size
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """The order of eviction."""
+        return self._order.policy
+
+    # -- looking
+
+    def match(self, namespace: Namespace, tokens: Tokens) -> PrefixMatch:
+        """Finds the longest cached prefix of `tokens`. Changes nothing, not even recency.
+
+        Costs a memory compare of the tokens, plus O(1) per node and O(1) per block of the result.
+
+        To keep the last token of a prompt for the forward pass (it must run to give logits), leave it out of `tokens`:
+        where that makes the path end inside a block, the rest of the block is found as the tail.
+
+        Raises:
+            InvalidTokens: `tokens` are no token ids.
+            InvalidNamespace: `namespace` is not a `Namespace`.
+        """
+        query = pack(tokens)
+        place = self._tree.walk(self._tree.root(namespace), query)
+        tail = self._tree.tail(place, self._rest(place, query))
+        return PrefixMatch(
+            num_tokens=place.num_blocks * self._tree.block_size,
+            blocks=place.blocks,
+            node=self._ref(place.node, place.num_blocks),
+            tail_tokens=tail.num_tokens,
+            tail_block=tail.block,
+        )
+
+    def stats(self) -> CacheStats:
+        """All counters. O(1)."""
+        pool, counters = self.pool, self._counters
+        return CacheStats(
+            num_blocks=pool.num_blocks,
+            free=pool.num_free,
+            evictable=self._evictable,
+            locked=pool.num_cached - self._evictable,
+            pinned=0,
+            private=pool.num_private,
+            nodes=self._tree.num_nodes,
+            namespaces=len(self._tree.roots),
+            locks=self._num_locks,
+            queries=counters.queries,
+            query_tokens=counters.query_tokens,
+            hits=counters.hits,
+            hit_tokens=counters.hit_tokens,
+            tail_tokens=counters.tail_tokens,
+            refusals=counters.refusals,
+            evictions=counters.evictions,
+            duplicates=counters.duplicates,
+        )
+
+    def check(self) -> None:
+        """Proves every invariant. O(blocks + nodes), meant for tests.
+
+        Raises:
+            InvariantError: One does not hold; the message says which and where.
+        """
+        check_cache(
+            self._tree,
+            self.pool,
+            order=self._order,
+            cleared=self._cleared,
+            evictable=self._evictable,
+            num_locks=self._num_locks,
+        )
+
+    # -- locking
+
+    def lock(self, ref: NodeRef) -> None:
+        """Protects the path up to `ref` from eviction, until `unlock`. Counts. May split a node. O(nodes on the path).
+
+        Raises:
+            StaleNode: Blocks of the path have left the tree since `ref` was made; nothing was changed.
+        """
+        node = self._tree.split(self._live_node(ref), ref.num_blocks)
+        self._lock(node)
+
+    def unlock(self, ref: NodeRef) -> None:
+        """Takes back one `lock`, and marks the path as used now. O(nodes on the path), O(log n) for n candidates.
+
+        In a cleared tree, whatever no lock protects any more is freed at once.
+
+        Raises:
+            NotLocked: No lock is held at `ref`; nothing was changed.
+        """
+        self._unlock(self._locked_node(ref))
+
+    # -- admission
+
+    def acquire(self, namespace: Namespace, tokens: Tokens, *, num_blocks: int, priority: int = 0) -> Grip:
+        """Matches, locks and allocates as one step: all of it, or nothing. May split a node; may evict.
+
+        The caller then has `num_blocks` blocks, the hit's and private ones, in this order; it gives them back with
+        `unlock` and `free`, or moves them into the tree with `extend`. Blocks of the hit that nobody has locked yet
+        do not count as evictable for this request. Hit counts and the statistics of admission move here.
+
+        The tail block is not locked. This very allocation may evict it and even hand it out among `new_blocks`, its
+        content as yet unharmed: copy its `tail_tokens` rows before anything is written in this step, and do so in the
+        order of admission if several requests are admitted in it.
+
+        Args:
+            namespace: The path's namespace.
+            tokens: What to look up. At most n - 1 tokens of an n-token prompt, so that one is left to compute.
+            num_blocks: Length of the whole block table that the caller wants; no new block if the hit is longer.
+            priority: Raises the priority of what it hits.
+
+        Raises:
+            OutOfBlocks: The blocks cannot be had; nothing was changed but the count of refusals.
+            InvalidTokens: `tokens` are no token ids.
+            InvalidNamespace: `namespace` is not a `Namespace`.
+        """
+        query = pack(tokens)
+        place = self._tree.walk(self._tree.root(namespace), query)
+        needed = max(0, num_blocks - place.num_blocks)
+        self._require_room(needed, reserved=_unlocked_blocks(place))
+        tail = self._tree.tail(place, self._rest(place, query))
+        node = self._tree.split(place.node, place.num_blocks)
+        self._lock(node)
+        for step in node.ancestors():
+            step.hit_count += 1
+            step.priority = max(step.priority, priority)
+        grip = Grip(
+            num_tokens=place.num_blocks * self._tree.block_size,
+            blocks=place.blocks,
+            node=self._ref(node, place.num_blocks),
+            tail_tokens=tail.num_tokens,
+            tail_block=tail.block,
+            new_blocks=self._take(needed),
+        )
+        self._count_admission(len(query) // TOKEN_BYTES, grip)
+        return grip
+
+    def allocate(self, count: int) -> list[int]:
+        """Private blocks for the caller; evicts exactly what is short. O(count), O(log n) per node evicted.
+
+        Raises:
+            OutOfBlocks: Too few are free or evictable; nothing was changed but the count of refusals.
+            ValueError: `count` is negative.
+        """
+        if count < 0:
+            raise ValueError(f"cannot allocate {count} blocks")
+        self._require_room(count, reserved=0)
+        return self._take(count)
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Gives private blocks back to the pool. O(len(blocks)).
+
+        Raises:
+            InvalidBlocks: One of them is not private (freed twice, or in the tree), unknown, or named twice; nothing
+                was given back.
+        """
+        self.pool.free(blocks)
+
+    # -- committing
+
+    def insert(
+        self, namespace: Namespace, tokens: Tokens, blocks: Sequence[int], *, priority: int = 0
+    ) -> InsertResult:
+        """Hands over the blocks of a whole path, from the root. May split a node. The new blocks start evictable.
+
+        Where the tree has a block already, it stays, and the caller's own goes back to the pool: from now on the block
+        table is `blocks` of the result. A block that the caller had from the tree at this very position is left alone.
+        O(len(tokens)) as a memory compare, plus O(nodes on the path).
+
+        Args:
+            namespace: The path's namespace.
+            tokens: The path. What it has beyond its last full block is ignored, since its block stays the caller's.
+            blocks: One block for each full block of `tokens`.
+            priority: Raises the priority of the whole path.
+
+        Raises:
+            InvalidBlocks: Too few or too many blocks, or one of them is not the caller's; nothing was changed.
+            InvalidTokens: `tokens` are no token ids.
+            InvalidNamespace: `namespace` is not a `Namespace`.
+        """
+        query, own = self._full_blocks(tokens, blocks)
+        root = self._tree.root(namespace)
+        place = self._tree.walk(root, query)
+        kept = len(place.blocks)
+        duplicates = [block for block, old in zip(own, place.blocks, strict=False) if block != old]
+        self.pool.require(duplicates + own[kept:], Owner.PRIVATE)
+        if own:
+            self._tree.enter(root)
+        self._clock += 1
+        node = self._graft(place, query, own[kept:], priority=priority, own_locks=0)
+        self._touch(node, priority)
+        self._discard_duplicates(duplicates)
+        return InsertResult(blocks=place.blocks + own[kept:], node=self._ref(node, node.end))
+
+    def extend(
+        self, ref: NodeRef, tokens: Tokens, blocks: Sequence[int], *, priority: int = 0
+    ) -> InsertResult:
+        """Commits what follows a locked place, and moves the caller's lock from `ref` to its end. May split a node.
+
+        Blocks that the tree has already (another branch was first) are adopted as in `insert`. A leaf that nobody but
+        the caller has used grows in place, so decoding makes no chain of one-block nodes: amortised O(len(tokens)),
+        independent of the depth.
+
+        In a cleared tree this works as ever for its holder, and the blocks are freed when the last lock ends.
+
+        Args:
+            ref: Where the caller holds a lock; the reference is used up, `node` of the result replaces it.
+            tokens: The tokens that follow `ref`. What they have beyond their last full block is ignored.
+            blocks: One private block for each full block of `tokens`.
+            priority: The priority of the new blocks.
+
+        Returns:
+            The tree's blocks for `tokens` only, and the new end.
+
+        Raises:
+            NotLocked: No lock is held at `ref`.
+            InvalidBlocks: Too few or too many blocks, or one of them is not private; nothing was changed.
+            InvalidTokens: `tokens` are no token ids.
+        """
+        query, own = self._full_blocks(tokens, blocks)
+        start = self._locked_node(ref)
+        self.pool.require(own, Owner.PRIVATE)
+        place = self._tree.walk(start, query)
+        kept = len(place.blocks)
+        self._clock += 1
+        own_locks = 1 if place.node is start else 0
+        node = self._graft(place, query, own[kept:], priority=priority, own_locks=own_locks)
+        self._move_lock(start, node)
+        self._discard_duplicates(own[:kept])
+        return InsertResult(blocks=place.blocks + own[kept:], node=self._ref(node, node.end))
+
+    # -- losing
+
+    def evict(self, count: int) -> int:
+        """Evicts up to `count` blocks in the policy's order, and says how many: all it can. O(log n) per node.
+
+        Raises:
+            ValueError: `count` is negative.
+        """
+        if count < 0:
+            raise ValueError(f"cannot evict {count} blocks")
+        wanted = short = min(count, self._evictable)
+        while short:
+            leaf = self._order.first()
+            if short < len(leaf.blocks):
+                blocks = self._tree.trim(leaf, short)
+                self._evictable -= len(blocks)
+                self.pool.drop(blocks)
+            else:
+                blocks = self._remove(leaf)
+            short -= len(blocks)
+        self._counters.evictions += wanted
+        return wanted
+
+    def clear(self, namespace: Namespace | None = None) -> ClearResult:
+        """Makes everything cached in one namespace (or, with None, in all) unmatchable at once. O(nodes and blocks).
+
+        What is unlocked is freed now, what is locked as its locks end; their holders go on undisturbed.
+
+        Raises:
+            InvalidNamespace: `namespace` is neither a `Namespace` nor None.
+        """
+        if namespace is None:
+            roots = list(self._tree.roots.values())
+        elif isinstance(namespace, Namespace):
+            roots = [self._tree.roots[namespace]] if namespace in self._tree.roots else []
+        else:
+            raise InvalidNamespace(f"expected a Namespace or None, not {type(namespace).__name__}")
+        before = self.pool.num_free
+        locked = sum(self._clear(root) for root in roots)
+        return ClearResult(num_freed=self.pool.num_free - before, num_locked=locked)
+
+    # -- places and references
+
+    def _ref(self, node: Node, num_blocks: int) -> NodeRef:
+        if num_blocks == 0:
+            return NodeRef(node, 0)
+        block = node.blocks[num_blocks - node.start - 1]
+        return NodeRef(node, num_blocks, block, self.pool.life(block))
+
+    def _rest(self, place: Place, query: bytes) -> bytes:
+        """What of `query` follows `place`, up to one block; `query` began at the root."""
+        offset = place.num_blocks * self._tree.block_bytes
+        return query[offset : offset + self._tree.block_bytes]
+
+    def _live_node(self, ref: NodeRef) -> Node:
+        node = ref.resolve()
+        if ref.block is None:
+            root = ref.node
+            # An empty root holds nothing that could be stale. It is entered (again) if the name is free.
+            live = root in self._cleared or self._tree.entered(root) in (None, root)
+        else:
+            live = self.pool.life(ref.block) == ref.life
+        if node is None or not live:
+            raise StaleNode(f"the path of {ref.num_blocks} blocks has left the tree since; match again")
+        return node
+
+    def _locked_node(self, ref: NodeRef) -> Node:
+        node = ref.resolve()
+        if node is None or node.held == 0 or node.end != ref.num_blocks:
+            raise NotLocked(f"no lock is held at the end of the path of {ref.num_blocks} blocks")
+        return node
+
+    def _full_blocks(self, tokens: Tokens, blocks: Sequence[int]) -> tuple[bytes, list[int]]:
+        query = pack(tokens)
+        count = len(query) // self._tree.block_bytes
+        if len(blocks) != count:
+            raise InvalidBlocks(
+                f"{len(query) // TOKEN_BYTES} tokens fill {count} blocks of {self.block_size}, not {len(blocks)}"
+            )
+        return query[: count * self._tree.block_bytes], list(blocks)
+
+    # -- locks
+
+    def _lock(self, node: Node) -> None:
+        self._clock += 1
+        self._num_locks += 1
+        node.held += 1
+        self._order.discard(node)  # its ancestors have children, so are no candidates
+        step: Node | None = node
+        while step is not None:
+            if step.lock_refs == 0:
+                self._evictable -= len(step.blocks)
+            step.lock_refs += 1
+            step.last_used = self._clock
+            root, step = step, step.parent
+        if root.lock_refs == 1:  # with more it is entered already, or cleared
+            self._tree.enter(root)
+
+    def _unlock(self, node: Node) -> None:
+        self._clock += 1
+        self._num_locks -= 1
+        node.held -= 1
+        step: Node | None = node
+        while step is not None:
+            step.lock_refs -= 1
+            step.last_used = self._clock
+            if step.lock_refs == 0:
+                self._evictable += len(step.blocks)
+            root, step = step, step.parent
+        if root in self._cleared:
+            self._free_unlocked(node)
+        else:
+            self._settle(node)
+
+    def _move_lock(self, start: Node, end: Node) -> None:
+        start.held -= 1
+        end.held += 1
+        self._order.discard(end)
+        for step in end.ancestors():
+            if step is start:
+                return
+            if step.lock_refs == 0:
+                self._evictable -= len(step.blocks)
+            step.lock_refs += 1
+            step.last_used = self._clock
+
+    def _settle(self, node: Node) -> None:
+        """Makes a node that may have become an unlocked leaf a candidate; an idle empty root is forgotten instead."""
+        if node.lock_refs == 0 and node.children is None:
+            if node.parent is None:
+                self._tree.leave(node)
+            else:
+                self._order.add(node)
+
+    # -- growing and shrinking
+
+    def _graft(self, place: Place, query: bytes, blocks: list[int], *, priority: int, own_locks: int) -> Node:
+        """Puts `blocks`, whose tokens are the end of `query`, at `place`; returns the node that ends with them."""
+        node = self._tree.split(place.node, place.num_blocks)
+        if not blocks:
+            return node
+        edge = query[-len(blocks) * self._tree.block_bytes :]
+        self._order.discard(node)
+        self.pool.adopt(blocks)
+        if _can_grow(node, priority=priority, own_locks=own_locks):
+            self._tree.grow(node, edge, blocks)
+            leaf = node
+        else:
+            leaf = Node(bytearray(edge), blocks, node.end + len(blocks))
+            leaf.created = leaf.last_used = self._clock
+            leaf.priority = priority
+            self._tree.attach(leaf, node)
+        if leaf.lock_refs == 0:
+            self._evictable += len(blocks)
+        return leaf
+
+    def _touch(self, node: Node, priority: int) -> None:
+        self._order.discard(node)
+        for step in node.ancestors():
+            step.last_used = self._clock
+            step.priority = max(step.priority, priority)
+        self._settle(node)
+
+    def _discard_duplicates(self, blocks: list[int]) -> None:
+        self.pool.free(blocks)
+        self._counters.duplicates += len(blocks)
+
+    def _take(self, count: int) -> list[int]:
+        self.evict(max(0, count - self.pool.num_free))
+        return self.pool.allocate(count)
+
+    def _remove(self, leaf: Node) -> list[int]:
+        """Takes an unlocked leaf out of the tree; its parent may become a candidate."""
+        parent = leaf.parent
+        blocks = self._drop(leaf)
+        if parent is not None:
+            self._settle(parent)
+        return blocks
+
+    def _clear(self, root: Node) -> int:
+        """Frees what is unlocked below `root`, and returns how many blocks are locked."""
+        self._tree.leave(root)
+        locked = 0
+        for node in reversed(list(self._tree.below(root))):  # children before their parents
+            if node.lock_refs:
+                locked += len(node.blocks)
+            else:
+                self._drop(node)
+        if root.lock_refs:
+            self._cleared.add(root)
+        return locked
+
+    def _free_unlocked(self, node: Node) -> None:
+        """In a cleared tree, frees `node` and those above it that no lock protects any more."""
+        step = node
+        while step.lock_refs == 0:
+            parent = step.parent
+            if parent is None:
+                self._cleared.discard(step)
+                return
+            self._drop(step)
+            step = parent
+
+    def _drop(self, leaf: Node) -> list[int]:
+        """Frees a whole unlocked leaf."""
+        self._order.discard(leaf)
+        blocks = self._tree.detach(leaf)
+        self._evictable -= len(blocks)
+        self.pool.drop(blocks)
+        return blocks
+
+    # -- counting
+
+    def _require_room(self, needed: int, *, reserved: int) -> None:
+        pool = self.pool
+        if needed <= pool.num_free + self._evictable - reserved:
+            return
+        self._counters.refusals += 1
+        raise OutOfBlocks(
+            Shortage(
+                needed=needed,
+                free=pool.num_free,
+                evictable=self._evictable,
+                reserved=reserved,
+                locked=pool.num_cached - self._evictable,
+                private=pool.num_private,
+                num_locks=self._num_locks,
+                num_blocks=pool.num_blocks,
+            )
+        )
+
+    def _count_admission(self, num_tokens: int, grip: Grip) -> None:
+        counters = self._counters
+        counters.queries += 1
+        counters.query_tokens += num_tokens
+        counters.hits += grip.num_tokens > 0
+        counters.hit_tokens += grip.num_tokens
+        counters.tail_tokens += grip.tail_tokens
+
+
+def _unlocked_blocks(place: Place) -> int:
+    """How many blocks of the walked path nobody has locked. O(unlocked nodes on it)."""
+    node = place.node
+    while node.lock_refs == 0 and node.parent is not None:
+        node = node.parent
+    return max(0, place.num_blocks - node.end) if node.lock_refs else place.num_blocks
+
+
+def _can_grow(node: Node, *, priority: int, own_locks: int) -> bool:
+    """Whether a caller that holds `own_locks` there may append to `node` instead of giving it a child.
+
+    Not if somebody else has locked it: his lock would then hold blocks that he does not use. Nor if it was hit, or has
+    another priority: what follows would inherit a worth that it has not earned.
+    """
+    return (
+        node.parent is not None
+        and node.children is None
+        and node.lock_refs == own_locks
+        and node.hit_count == 0
+        and node.priority == priority
+    )

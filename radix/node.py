@@ -1,0 +1,96 @@
+"""One node of the tree, and the handle on a place in it that others may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from phloem.radix.namespace import Namespace
+
+if TYPE_CHECKING:
+    from sortedcontainers import SortedList
+
+# A candidate's place in the order of eviction: the policy's key, `created`, the node. Among the leaves of all trees
+# no two have the same `created` (see `EvictionOrder`), so that nodes are never compared.
+Rank: TypeAlias = "tuple[Any, int, Node]"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Node:
+    """A run of one or more full blocks on a path; owned by its tree, mutated by `RadixTree` and `RadixCache` only.
+
+    Depth is counted in blocks from the root: a node covers the half-open interval [start, end) of its path.
+    Nodes are compared and hashed by identity. A node that has left the tree keeps its parent, its `start`, and no
+    blocks: `NodeRef` depends on that.
+    """
+
+    edge: bytearray  # the packed tokens of `blocks`; len(edge) == len(blocks) * block_bytes
+    blocks: list[int]  # their block ids, in path order; the very int objects of the pool, hence 8 bytes each
+    end: int  # blocks from the root to the node's end
+    parent: Node | None = None  # None for a root only
+    children: dict[bytes, Node] | None = (
+        None  # by the packed tokens of their first block; None when there are none
+    )
+    order: SortedList | None = None  # the keys of `children`, kept only while they are many (tree.py)
+    namespace: Namespace | None = None  # of a root only
+    held: int = 0  # locks taken at this very node
+    lock_refs: int = 0  # locks taken at this node or below: held + sum of the children's lock_refs
+    created: int = 0  # tick of the cache's clock at which its content entered the tree
+    last_used: int = 0  # tick of the last lock, unlock or insert of a path through this node
+    hit_count: int = 0  # admissions that hit this node
+    priority: int = 0  # the highest that an insert or admission gave
+    rank: Rank | None = None  # its entry among the eviction candidates
+
+    @property
+    def start(self) -> int:
+        """Blocks from the root to the node's beginning."""
+        return self.end - len(self.blocks)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is the empty node above a namespace's tree."""
+        return self.parent is None
+
+    def ancestors(self) -> Iterator[Node]:
+        """This node, its parent, and so on up to the root."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def root(self) -> Node:
+        """The root above this node. O(nodes on the path)."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+    def __repr__(self) -> str:
+        kind = "root" if self.is_root else "node"
+        return (
+            f"<{kind} [{self.start}, {self.end}) locks={self.lock_refs} children={len(self.children or ())}>"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRef:
+    """A depth on a cached path: all that the world outside holds of the tree. Opaque but for `num_blocks`.
+
+    It survives splits, since a split leaves the node's identity to the lower part: the place is found by going up
+    from `node`. It also finds out when its blocks have left the tree, even if others have taken their place since:
+    the last block's id would have to be at the same depth in the same life (`BlockPool.life`), and a block leaves
+    the tree after everything below it and before everything above.
+    """
+
+    node: Node
+    num_blocks: int  # the path's length in blocks
+    block: int | None = None  # the last block of the path; None at a root
+    life: int = 0  # that block's life at the time
+
+    def resolve(self) -> Node | None:
+        """The node that covers depth `num_blocks` now, or None when that part has left. O(splits since)."""
+        node = self.node
+        while node.parent is not None and node.start >= self.num_blocks:
+            node = node.parent
+        return node if node.start <= self.num_blocks <= node.end else None

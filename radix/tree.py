@@ -1,0 +1,303 @@
+"""The radix tree: where token paths are kept, and nothing else.
+
+A tree of token ids, one token an edge, would be a trie with 30 million nodes. This one is compressed twice. First, its
+alphabet is blocks, not tokens: KV memory is handed out in blocks, so a path can only be shared up to a block's end.
+Second, a chain of blocks in which nobody branches is a single node, whose edge is the chain's tokens as one piece of
+memory; comparing a prompt with it is one ``memcmp``, and a prompt of 128,000 tokens takes as long as comparing
+512 kilobytes. What is left over per node is one dictionary look-up, keyed by the packed tokens of a whole block: exact,
+since the dictionary compares the tokens after their hash, and without a scan over the children.
+
+A split
+-------
+Blocks are written as letters here. ``ABCDE`` is cached, with a lock held at its end, and ``ABX`` is inserted::
+
+    before                         after
+
+    root                           root
+     └─ A: [ABCDE]  lock_refs 1     └─ A: [AB]  lock_refs 1, held 0     ← the new node
+            held 1                         ├─ C: [CDE]  lock_refs 1     ← the old node, cut short
+                                           │      held 1
+                                           └─ X: [X]  lock_refs 0
+
+The *lower* part keeps the node's identity and the upper one is new. Whoever holds a lock holds it at a node's end, and
+that is the lower part's: handles stay right without being told. Both parts keep lock refs, priority, hit count and
+recency. The parent's dictionary changes no key, as the upper part begins with the same block as the old node.
+
+Where a walk can end
+--------------------
+`walk` goes down from a node along a query; every operation begins with it. With ``[ABC]`` as the only child of the
+root:
+
+1. *At a node's end, with nothing left of the query*: ``ABC``.
+2. *At a node's end, with a rest that no child begins with*: ``ABCX``, or ``X`` (that end is the root's).
+3. *Inside an edge, because the query ends*: ``AB``.
+4. *Inside an edge, because the query differs*: ``ABX``.
+
+In cases 2 to 4 the rest of the query may still agree with the beginning of a next block, token by token: in case 2 with
+the first block of any child, in cases 3 and 4 with the edge's next block. `tail` finds the longest such agreement.
+Among children, the keys sorted as bytes put it right beside the place where the rest of the query would be sorted in,
+so two comparisons are enough whatever their number.
+
+Invariants
+----------
+- A node that is no root has one block or more, and an edge of exactly that many blocks (rule 1).
+- No two children of a node share their first block; their key is that block's tokens.
+- ``end`` counts the blocks from the root: ``node.start == node.parent.end``.
+- ``children`` is None instead of empty; ``order`` exists only where children are many.
+
+The tree knows no locks but to copy them in a split, no eviction, no pool; it asks nobody whether a block may go. It
+never recurses: depth is bounded by memory, not by the interpreter's stack.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sortedcontainers import SortedList
+
+from phloem.radix.errors import InvalidNamespace
+from phloem.radix.namespace import Namespace
+from phloem.radix.node import Node
+from phloem.radix.packing import TOKEN_BYTES, common_tokens
+
+# Sorting the keys of up to this many children on demand is cheaper than keeping them sorted (measured: 64 keys of
+# 64 bytes take 4 µs). A node loses its order at half as many, lest it be made and unmade in turns.
+MAX_UNORDERED_CHILDREN = 32
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a walk ended: at depth `num_blocks`, which lies in (node.start, node.end] unless node is a root."""
+
+    node: Node
+    num_blocks: int
+    blocks: list[int]  # of the part walked over, a fresh list
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """`num_tokens` leading rows of `block` agree with a query beyond its last matching block."""
+
+    num_tokens: int
+    block: int | None  # None exactly when num_tokens is 0
+
+
+NO_TAIL = Tail(0, None)
+
+
+class RadixTree:
+    """The trees of all namespaces of one cache, as structure.
+
+    `roots` holds a root for each namespace that has nodes or locks; `RadixCache` enters and removes them.
+    """
+
+    __slots__ = ("block_bytes", "block_size", "num_nodes", "roots")
+
+    def __init__(self, block_size: int) -> None:
+        """An empty forest for blocks of `block_size` tokens."""
+        self.block_size = block_size
+        self.block_bytes = block_size * TOKEN_BYTES
+        self.roots: dict[Namespace, Node] = {}
+        self.num_nodes = 0  # roots not counted
+
+    def root(self, namespace: Namespace) -> Node:
+        """The namespace's root, or a fresh one that is not entered yet. O(1).
+
+        Raises:
+            InvalidNamespace: `namespace` is not a `Namespace`.
+        """
+        root = self.roots.get(namespace)
+        if root is None:
+            if not isinstance(namespace, Namespace):
+                raise InvalidNamespace(f"expected a Namespace, not {type(namespace).__name__}")
+            root = Node(bytearray(), [], 0, namespace=namespace)
+        return root
+
+    def entered(self, root: Node) -> Node | None:
+        """The root that is entered under the namespace of `root`: itself, another one, or None. O(1)."""
+        return None if root.namespace is None else self.roots.get(root.namespace)
+
+    def enter(self, root: Node) -> None:
+        """Makes `root` its namespace's, unless it is already. O(1)."""
+        if root.namespace is not None:
+            self.roots[root.namespace] = root
+
+    def leave(self, root: Node) -> None:
+        """Takes `root` out, if it is in: nothing below it is matched from now on. O(1)."""
+        if root.namespace is not None and self.roots.get(root.namespace) is root:
+            del self.roots[root.namespace]
+
+    def walk(self, node: Node, query: bytes) -> Place:
+        """Goes down from the end of `node` along the full blocks of `query`. Changes nothing.
+
+        O(len(query)) as a memory compare, plus O(1) for each node and O(1) for each block of the result.
+        """
+        size = self.block_bytes
+        position = 0
+        blocks: list[int] = []
+        # A rest shorter than a block is no key of any dictionary, so the end of the query needs no case of its own.
+        while (children := node.children) is not None:
+            child = children.get(query[position : position + size])
+            if child is None:
+                break
+            edge = child.edge
+            if not query.startswith(edge, position):
+                count = self._common_blocks(edge, query, position)
+                blocks += child.blocks[:count]
+                return Place(child, node.end + count, blocks)
+            blocks += child.blocks
+            position += len(edge)
+            node = child
+        return Place(node, node.end, blocks)
+
+    def tail(self, place: Place, rest: bytes) -> Tail:
+        """The cached block beyond `place` that shares most leading tokens with `rest`. Changes nothing.
+
+        O(block_size), plus O(log children) where they are many.
+
+        Args:
+            place: Where the walk along a query ended.
+            rest: What follows there, up to one block.
+        """
+        if len(rest) < TOKEN_BYTES:
+            return NO_TAIL
+        node = place.node
+        if place.num_blocks < node.end:
+            index = place.num_blocks - node.start
+            offset = index * self.block_bytes
+            candidates = [(bytes(node.edge[offset : offset + self.block_bytes]), node.blocks[index])]
+        elif node.children is not None:
+            children = node.children
+            candidates = [(key, children[key].blocks[0]) for key in self._neighbours(node, rest)]
+        else:
+            return NO_TAIL
+        best = NO_TAIL
+        for tokens, block in candidates:
+            num_tokens = common_tokens(tokens, rest)
+            if num_tokens > best.num_tokens:
+                best = Tail(num_tokens, block)
+        return best
+
+    def split(self, node: Node, num_blocks: int) -> Node:
+        """Makes depth `num_blocks` a node's end, and returns that node. O(len(node.edge)).
+
+        The lower part stays `node`; see the picture above. Changes nothing when `node` ends there.
+        """
+        if num_blocks == node.end:
+            return node
+        count = num_blocks - node.start
+        cut = count * self.block_bytes
+        parent = node.parent
+        if parent is None or parent.children is None or not 0 < count < len(node.blocks):
+            raise AssertionError(f"depth {num_blocks} is not inside {node!r}")
+        upper = Node(
+            node.edge[:cut],
+            node.blocks[:count],
+            num_blocks,
+            parent=parent,
+            children={self._key(node.edge, cut): node},
+            lock_refs=node.lock_refs,
+            created=node.created,
+            last_used=node.last_used,
+            hit_count=node.hit_count,
+            priority=node.priority,
+        )
+        parent.children[self._key(node.edge, 0)] = upper
+        # Slices, not `del edge[:cut]`, which would keep the memory of what was cut off.
+        node.edge = node.edge[cut:]
+        node.blocks = node.blocks[count:]
+        node.parent = upper
+        self.num_nodes += 1
+        return upper
+
+    def attach(self, node: Node, parent: Node) -> None:
+        """Makes `node` a child of `parent`, which must end where it starts. O(1); O(log n) with n children, if many."""
+        key = self._key(node.edge, 0)
+        node.parent = parent
+        if parent.children is None:
+            parent.children = {}
+        parent.children[key] = node
+        self.num_nodes += 1
+        if parent.order is not None:
+            parent.order.add(key)
+        elif len(parent.children) > MAX_UNORDERED_CHILDREN:
+            parent.order = SortedList(parent.children)
+
+    def grow(self, leaf: Node, edge: bytes, blocks: list[int]) -> None:
+        """Appends full blocks to a leaf in place. Amortised O(len(blocks))."""
+        leaf.edge += edge
+        leaf.blocks += blocks
+        leaf.end += len(blocks)
+
+    def trim(self, leaf: Node, count: int) -> list[int]:
+        """Cuts `count` blocks off a leaf's end, but not all of them, and returns them. Amortised O(count)."""
+        blocks = leaf.blocks[-count:]
+        del leaf.blocks[-count:]
+        del leaf.edge[-count * self.block_bytes :]
+        leaf.end -= count
+        return blocks
+
+    def detach(self, leaf: Node) -> list[int]:
+        """Takes a leaf out of the tree and returns its blocks. O(1); O(log n) with n siblings, if many.
+
+        The leaf keeps its parent and its start, so that references to it still resolve.
+        """
+        parent = leaf.parent
+        if parent is None or parent.children is None or leaf.children is not None:
+            raise AssertionError(f"{leaf!r} is not a leaf in a tree")
+        key = self._key(leaf.edge, 0)
+        del parent.children[key]
+        if parent.order is not None:
+            parent.order.remove(key)
+            if len(parent.children) <= MAX_UNORDERED_CHILDREN // 2:
+                parent.order = None
+        if not parent.children:
+            parent.children = None
+        blocks = leaf.blocks
+        leaf.end -= len(blocks)
+        leaf.blocks = []
+        leaf.edge = bytearray()
+        self.num_nodes -= 1
+        return blocks
+
+    def below(self, root: Node) -> Iterator[Node]:
+        """All nodes below `root`, each before its children. Do not change the tree while iterating."""
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if node is not root:
+                yield node
+            if node.children is not None:
+                stack.extend(node.children.values())
+
+    def _key(self, edge: bytearray, offset: int) -> bytes:
+        return bytes(edge[offset : offset + self.block_bytes])
+
+    def _common_blocks(self, edge: bytearray, query: bytes, position: int) -> int:
+        """How many blocks of `edge` the query continues with at `position`, given that the first does.
+
+        A bisection over memory compares: each reads up to the first difference, about 2 len(edge) bytes in sum.
+        """
+        size = self.block_bytes
+        view = memoryview(query)
+        low = 1
+        high = probe = min(len(edge), len(query) - position) // size
+        while low < high:
+            if edge.startswith(view[position + low * size : position + probe * size], low * size):
+                low = probe
+            else:
+                high = probe - 1
+            probe = (low + high + 1) // 2
+        return low
+
+    def _neighbours(self, node: Node, rest: bytes) -> list[bytes]:
+        """The one or two keys of children between which `rest` would be sorted in."""
+        if node.order is None:
+            keys = sorted(node.children or ())
+            index = bisect_left(keys, rest)
+        else:
+            keys = node.order
+            index = keys.bisect_left(rest)
+        return list(keys[max(index - 1, 0) : index + 1])
