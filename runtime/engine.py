@@ -208,7 +208,7 @@ class Engine:
             raise InvalidRequest(
                 f"params must be SamplingParams, not {type(params).__name__}", field="params"
             )
-        tokens = encode(prompt, self.tokenizer, name=name)
+        tokens = encode(prompt, self.tokenizer, vocab_size=self.model.vocab_size, name=name)
         self._check_length(tokens, name)
         limit = self.max_model_len
         return Request(

@@ -18,7 +18,7 @@ class OutputStream:
         self.request = request
         self.finish_reason: FinishReason | None = None
         self._sink = sink
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, context=request.tokens[-16:].tolist())
         self._stops = StopChecker(request.params.stop)
         self._stop_ids = self._ending_ids(tokenizer)
         self._text: list[str] = []
@@ -63,14 +63,14 @@ class OutputStream:
             # Text before min_tokens can neither be a stop string nor begin one.
             return delta
         text = self._stops.push(delta)
-        if self._stops.stopped:
+        if self._stops.matched is not None:
             self.finish_reason = "stop"
         return text
 
     def _end(self, text: str, token_ids: list[int]) -> None:
-        if not self._stops.stopped:
+        if self._stops.matched is None:
             text += self._stops.push(self._detokenizer.flush())
-            if self._stops.stopped:
+            if self._stops.matched is not None:
                 self.finish_reason = "stop"
             else:
                 text += self._stops.flush()

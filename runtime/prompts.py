@@ -24,8 +24,10 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast("Sequence[Prompt]", prompts))
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer, *, name: str = "prompt") -> array[int]:
+def encode(prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int, name: str = "prompt") -> array[int]:
     """Return the prompt's token ids as an int32 array.
+
+    `vocab_size` is the model's, which may exceed the tokenizer's: what a model generated is a valid prompt.
 
     Raises:
         InvalidRequest: It is empty, of a wrong type, or has ids outside of the vocabulary. The message starts with `name`.
@@ -38,7 +40,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer, *, name: str = "prompt") -> arr
         ids = tokenizer.encode_chat(cast("Sequence[Message]", prompt))
     else:
         ids = cast("Sequence[int]", prompt)
-    return _checked_ids(ids, tokenizer.vocab_size, name)
+    return _checked_ids(ids, vocab_size, name)
 
 
 def _checked_ids(ids: Sequence[int], vocab_size: int, name: str) -> array[int]:

@@ -17,6 +17,9 @@ from phloem.runtime.sampling_params import SamplingParams
 TOP_P_CANDIDATES = 1024
 """How many of the likeliest tokens are sorted before the whole vocabulary is: nearly always enough for top-p."""
 
+MIN_TEMPERATURE = 1e-6
+"""Lower ones count as this: float32 would make them zero, and the draw is as good as greedy already."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
@@ -51,7 +54,7 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
 def _draw(logits: Tensor, row: SamplingRow) -> int:
     params = row.params
     # The maximum goes to zero first, so that no temperature, however small, overflows.
-    scaled = (logits - logits.max()) / params.temperature
+    scaled = (logits - logits.max()) / max(params.temperature, MIN_TEMPERATURE)
     candidates = None
     if params.top_k is not None and params.top_k < len(scaled):
         scaled, candidates = scaled.topk(params.top_k)

@@ -1,0 +1,121 @@
+"""Drives a scheduler step by step, with a shadow of the KV memory in place of a model.
+
+Every KV slot of the shadow holds a digest of the whole path up to its token, as real KV depends on it. Before a row
+computes, each slot that it would read must hold the digest of its own path: a block that was freed too early, copied too
+late, committed before it was written or handed to two owners shows at once. The next token is a function of the path too, so
+that two runs of one request must agree whatever happened around it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from phloem.radix import BlockPool, Namespace, RadixCache
+from phloem.runtime import SamplingParams
+from phloem.runtime.batch import Batch
+from phloem.runtime.request import Phase, Request
+from phloem.runtime.scheduler import Scheduler
+
+
+def digests(namespace: Namespace, tokens: Sequence[int]) -> list[int]:
+    """Digest of each prefix: `[0]` of the first token, and so on."""
+    found, state = [], hash(namespace)
+    for token in tokens:
+        state = hash((state, token))
+        found.append(state)
+    return found
+
+
+class Stepper:
+    """A scheduler with a shadow memory, a deterministic next token, and `check()` after every step."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int = 4, vocabulary: int = 97, policy: str = "lru", **options: int | bool
+    ) -> None:
+        limits: dict[str, int | bool] = {"max_running": 8, "max_step_tokens": 64, **options}
+        self.cache = RadixCache(BlockPool(num_blocks), block_size=block_size, policy=policy)
+        self.scheduler = Scheduler(self.cache, **limits)
+        self.vocabulary = vocabulary
+        self.memory: dict[tuple[int, int], int] = {}
+        self.computed = 0
+        self.batches: list[Batch] = []
+        self.refused: list[Request] = []
+
+    def add(
+        self, tokens: Sequence[int], *, max_tokens: int = 1, salt: str | None = None, name: str = "r"
+    ) -> Request:
+        request = Request(
+            id=name,
+            namespace=Namespace(salt=salt),
+            tokens=array("i", tokens),
+            params=SamplingParams(max_tokens=max_tokens),
+            seed=0,
+            max_len=len(tokens) + max_tokens,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> Batch:
+        """Run one step, checking every read."""
+        batch = self.scheduler.schedule()
+        self.refused += [refusal.request for refusal in batch.refused]
+        self.cache.check()
+        assert batch.num_tokens <= self.scheduler.max_step_tokens
+        for copy in batch.copies:
+            for offset in range(copy.num_rows):
+                self.memory[copy.target_block, offset] = self.memory[copy.source_block, offset]
+        for row in batch.rows:
+            self._check_reads(row.request, row.start)
+        for row in batch.rows:
+            self._write(row.request, row.start, row.start + row.count)
+        for row in batch.rows:
+            self._check_reads(row.request, row.start + row.count)
+        self.computed += batch.num_tokens
+        self.scheduler.commit(batch.rows)
+        self.cache.check()
+        for row in batch.rows:
+            if row.samples:
+                self._append_next(row.request)
+        self.cache.check()
+        self.batches.append(batch)
+        return batch
+
+    def run(self, limit: int = 10_000) -> None:
+        """Run until nothing is left to do."""
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work, "no progress"
+        stats = self.cache.stats()
+        assert stats.locked == stats.private == 0
+
+    def output_of(self, tokens: Sequence[int], *, max_tokens: int, salt: str | None = None) -> list[int]:
+        """What any correct run generates."""
+        path = list(tokens)
+        for _ in range(max_tokens):
+            path.append(digests(Namespace(salt=salt), path)[-1] % self.vocabulary)
+        return path[len(tokens) :]
+
+    def _slot(self, request: Request, position: int) -> tuple[int, int]:
+        block, offset = divmod(position, self.cache.block_size)
+        return request.block_table[block], offset
+
+    def _check_reads(self, request: Request, end: int) -> None:
+        expected = digests(request.namespace, request.tokens[:end])
+        for position in range(end):
+            assert self.memory.get(self._slot(request, position)) == expected[position], (
+                f"{request.id} reads something else at {position}"
+            )
+
+    def _write(self, request: Request, start: int, end: int) -> None:
+        values = digests(request.namespace, request.tokens[:end])
+        for position in range(start, end):
+            self.memory[self._slot(request, position)] = values[position]
+
+    def _append_next(self, request: Request) -> None:
+        assert request.phase is Phase.RUNNING
+        request.tokens.append(digests(request.namespace, request.tokens)[-1] % self.vocabulary)
+        if len(request.tokens) >= request.max_len:
+            self.scheduler.finish(request)

@@ -1,0 +1,120 @@
+"""The house keeps its floors: imports run one way, and the import names stay apart from PyPI's."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    tomllib = None
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("radix", "kernels", "runtime")
+
+# Per folder or module prefix: what of phloem it may import. The longest prefix that fits decides.
+ALLOWED = {
+    "phloem.radix": ("phloem.radix",),
+    "phloem.kernels": ("phloem.kernels",),
+    "phloem.runtime": ("phloem.radix", "phloem.kernels", "phloem.runtime"),
+    "phloem.runtime.models": ("phloem.kernels", "phloem.runtime.models", "phloem.runtime.errors",
+                              "phloem.runtime.tokenizer", "phloem.runtime.progress"),
+    "phloem.runtime.scheduler": ("phloem.radix", "phloem.runtime.batch", "phloem.runtime.errors",
+                                 "phloem.runtime.request"),
+    "phloem.runtime.model_runner": ("phloem.kernels", "phloem.runtime.batch", "phloem.runtime.models",
+                                    "phloem.runtime.request", "phloem.runtime.sampler"),
+    "phloem.runtime.request": ("phloem.radix", "phloem.runtime.sampling_params"),
+    "phloem.runtime.sampling_params": ("phloem.runtime.errors",),
+    "phloem.runtime.errors": (),
+    "phloem.runtime.cli": ("phloem.runtime", "phloem.radix", "phloem.kernels"),
+}  # fmt: skip
+ABOVE = ("phloem.runtime.cli", "phloem.runtime.server", "phloem.runtime.frontend")
+"""Nothing below them imports these."""
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(("phloem", *(part for part in parts if part != "__init__")))] = path
+    return found
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively; write the absolute name"
+            found.append((node.lineno, node.module or ""))
+    return found
+
+
+def within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def test_imports_run_one_way() -> None:
+    wrong = []
+    for module, path in modules().items():
+        rule = max((prefix for prefix in ALLOWED if within(module, (prefix,))), key=len)
+        for line, name in imports(path):
+            if not within(name, ("phloem",)):
+                continue
+            upward = within(name, ABOVE) and not within(module, ABOVE)
+            if upward or not within(name, ALLOWED[rule]):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_scheduler_calls_the_cache_and_only_the_runner_owns_tensors() -> None:
+    users = {
+        name: {module for module, path in modules().items() for _, used in imports(path) if within(used, (name,))}
+        for name in ("phloem.kernels.kv_store", "torch")
+    }
+    outside = {module for module in users["torch"] if within(module, ("phloem.radix",))}
+    assert not outside
+    for module in ("phloem.runtime.scheduler", "phloem.runtime.request", "phloem.runtime.batch"):
+        assert module not in users["torch"]
+        assert module not in users["phloem.kernels.kv_store"]
+
+
+def test_kernels_has_no_init() -> None:
+    # With one, anything started in the checkout would import it in place of PyPI's `kernels`.
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert (ROOT / "radix" / "__init__.py").exists()
+
+
+def test_no_folder_of_ours_shadows_a_package_of_another() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import transformers, phloem.radix, phloem.runtime; print('fine')"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.mark.skipif(tomllib is None, reason="reads pyproject.toml with tomllib")
+def test_the_list_of_packages_is_the_folders() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    listed = {name for name in config["packages"] if not name.startswith("phloem.examples")}
+    folders = {
+        ".".join(("phloem", *path.parent.relative_to(ROOT).parts))
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert listed == folders
+
+
+@pytest.mark.parametrize("module", ["phloem.radix"])
+def test_importing_the_tree_brings_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONPATH": str(ROOT / ".src"), "PATH": ""},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]"
