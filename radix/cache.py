@@ -1,7 +1,8 @@
 """The prefix cache: locks, admission, eviction and counters over a `RadixTree` and a `BlockPool`.
 
-It decides who may lose a block. What a path looks like is the tree's business, which blocks exist the pool's, which
-leaf goes first the policy's. It is not thread-safe: one thread owns it.
+This is the door: it packs tokens, checks what callers hand in, words refusals, keeps statistics. What a path looks like
+is the tree's business (`RadixTree`), which blocks exist the pool's (`BlockPool`), which nodes may go the residency's
+(`Residency`), and which of those first the policy's. It is not thread-safe: one thread owns it.
 
 Invariants, each proved by `RadixCache.check`:
 
@@ -11,8 +12,6 @@ Invariants, each proved by `RadixCache.check`:
   leaf (rule 11).
 - The eviction candidates are the unlocked leaves, no more and no fewer, in the order of their present keys (rule 12).
 - A cleared tree holds locked nodes only, and is matched by nobody (rule 16).
-
-Time is a counter that ticks once per operation that moves recency, so that no two paths are used at the same time.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phloem.radix.check import check_cache
+from phloem.radix.check import check_residency
 from phloem.radix.errors import InvalidBlocks, InvalidNamespace, NotLocked, OutOfBlocks, Shortage, StaleNode
 from phloem.radix.namespace import Namespace
 from phloem.radix.node import Node, NodeRef
 from phloem.radix.packing import TOKEN_BYTES, Tokens, pack
 from phloem.radix.policy import EvictionOrder, EvictionPolicy, policy_named
 from phloem.radix.pool import BlockPool, Owner
+from phloem.radix.residency import Residency, unlocked_blocks
 from phloem.radix.results import CacheStats, ClearResult, Grip, InsertResult, PrefixMatch
 from phloem.radix.tree import Place, RadixTree
 
@@ -65,7 +65,7 @@ class RadixCache:
     (3, 8)
     """
 
-    __slots__ = ("_cleared", "_clock", "_counters", "_evictable", "_num_locks", "_order", "_tree", "pool")
+    __slots__ = ("_counters", "_residency", "_tree", "pool")
 
     def __init__(
         self, pool: BlockPool, block_size: int = 16, *, policy: str | EvictionPolicy = "lru"
@@ -85,12 +85,9 @@ class RadixCache:
             raise ValueError(f"block_size must be 1 or more, not {block_size}")
         self.pool = pool
         self._tree = RadixTree(block_size)
-        self._order = EvictionOrder(policy_named(policy) if isinstance(policy, str) else policy)
+        order = EvictionOrder(policy_named(policy) if isinstance(policy, str) else policy)
+        self._residency = Residency(self._tree, pool, order)
         self._counters = _Counters()
-        self._cleared: set[Node] = set()  # roots of cleared trees in which locks are left
-        self._evictable = 0  # blocks in nodes with lock_refs == 0
-        self._num_locks = 0  # locks taken and not given back: the sum of `held`
-        self._clock = 0
 
     @property
     def block_size(self) -> int:
@@ -100,7 +97,7 @@ class RadixCache:
     @property
     def policy(self) -> EvictionPolicy:
         """The order of eviction."""
-        return self._order.policy
+        return self._residency.order.policy
 
     # -- looking
 
@@ -133,13 +130,13 @@ class RadixCache:
         return CacheStats(
             num_blocks=pool.num_blocks,
             free=pool.num_free,
-            evictable=self._evictable,
-            locked=pool.num_cached - self._evictable,
+            evictable=self._residency.evictable,
+            locked=self._residency.locked,
             pinned=0,
             private=pool.num_private,
             nodes=self._tree.num_nodes,
             namespaces=len(self._tree.roots),
-            locks=self._num_locks,
+            locks=self._residency.num_locks,
             queries=counters.queries,
             query_tokens=counters.query_tokens,
             hits=counters.hits,
@@ -156,14 +153,7 @@ class RadixCache:
         Raises:
             InvariantError: One does not hold; the message says which and where.
         """
-        check_cache(
-            self._tree,
-            self.pool,
-            order=self._order,
-            cleared=self._cleared,
-            evictable=self._evictable,
-            num_locks=self._num_locks,
-        )
+        check_residency(self._residency)
 
     # -- locking
 
@@ -174,7 +164,7 @@ class RadixCache:
             StaleNode: Blocks of the path have left the tree since `ref` was made; nothing was changed.
         """
         node = self._tree.split(self._live_node(ref), ref.num_blocks)
-        self._lock(node)
+        self._residency.lock(node)
 
     def unlock(self, ref: NodeRef) -> None:
         """Takes back one `lock`, and marks the path as used now. O(nodes on the path), O(log n) for n candidates.
@@ -184,7 +174,7 @@ class RadixCache:
         Raises:
             NotLocked: No lock is held at `ref`; nothing was changed.
         """
-        self._unlock(self._locked_node(ref))
+        self._residency.unlock(self._locked_node(ref))
 
     # -- admission
 
@@ -213,13 +203,11 @@ class RadixCache:
         query = pack(tokens)
         place = self._tree.walk(self._tree.root(namespace), query)
         needed = max(0, num_blocks - place.num_blocks)
-        self._require_room(needed, reserved=_unlocked_blocks(place))
+        self._require_room(needed, reserved=unlocked_blocks(place))
         tail = self._tree.tail(place, self._rest(place, query))
         node = self._tree.split(place.node, place.num_blocks)
-        self._lock(node)
-        for step in node.ancestors():
-            step.hit_count += 1
-            step.priority = max(step.priority, priority)
+        self._residency.lock(node)
+        self._residency.hit(node, priority=priority)
         grip = Grip(
             num_tokens=place.num_blocks * self._tree.block_size,
             blocks=place.blocks,
@@ -282,9 +270,8 @@ class RadixCache:
         self.pool.require(duplicates + own[kept:], Owner.PRIVATE)
         if own:
             self._tree.enter(root)
-        self._clock += 1
-        node = self._graft(place, query, own[kept:], priority=priority, own_locks=0)
-        self._touch(node, priority)
+        node = self._residency.graft(place, query, own[kept:], priority=priority, own_locks=0)
+        self._residency.touch(node, priority=priority)
         self._discard_duplicates(duplicates)
         return InsertResult(blocks=place.blocks + own[kept:], node=self._ref(node, node.end))
 
@@ -318,10 +305,9 @@ class RadixCache:
         self.pool.require(own, Owner.PRIVATE)
         place = self._tree.walk(start, query)
         kept = len(place.blocks)
-        self._clock += 1
         own_locks = 1 if place.node is start else 0
-        node = self._graft(place, query, own[kept:], priority=priority, own_locks=own_locks)
-        self._move_lock(start, node)
+        node = self._residency.graft(place, query, own[kept:], priority=priority, own_locks=own_locks)
+        self._residency.move_lock(start, node)
         self._discard_duplicates(own[:kept])
         return InsertResult(blocks=place.blocks + own[kept:], node=self._ref(node, node.end))
 
@@ -335,18 +321,9 @@ class RadixCache:
         """
         if count < 0:
             raise ValueError(f"cannot evict {count} blocks")
-        wanted = short = min(count, self._evictable)
-        while short:
-            leaf = self._order.first()
-            if short < len(leaf.blocks):
-                blocks = self._tree.trim(leaf, short)
-                self._evictable -= len(blocks)
-                self.pool.drop(blocks)
-            else:
-                blocks = self._remove(leaf)
-            short -= len(blocks)
-        self._counters.evictions += wanted
-        return wanted
+        evicted = self._residency.evict(count)
+        self._counters.evictions += evicted
+        return evicted
 
     def clear(self, namespace: Namespace | None = None) -> ClearResult:
         """Makes everything cached in one namespace (or, with None, in all) unmatchable at once. O(nodes and blocks).
@@ -363,7 +340,7 @@ class RadixCache:
         else:
             raise InvalidNamespace(f"expected a Namespace or None, not {type(namespace).__name__}")
         before = self.pool.num_free
-        locked = sum(self._clear(root) for root in roots)
+        locked = sum(self._residency.clear(root) for root in roots)
         return ClearResult(num_freed=self.pool.num_free - before, num_locked=locked)
 
     # -- places and references
@@ -384,7 +361,7 @@ class RadixCache:
         if ref.block is None:
             root = ref.node
             # An empty root holds nothing that could be stale. It is entered (again) if the name is free.
-            live = root in self._cleared or self._tree.entered(root) in (None, root)
+            live = root in self._residency.cleared or self._tree.entered(root) in (None, root)
         else:
             live = self.pool.life(ref.block) == ref.life
         if node is None or not live:
@@ -406,152 +383,30 @@ class RadixCache:
             )
         return query[: count * self._tree.block_bytes], list(blocks)
 
-    # -- locks
-
-    def _lock(self, node: Node) -> None:
-        self._clock += 1
-        self._num_locks += 1
-        node.held += 1
-        self._order.discard(node)  # its ancestors have children, so are no candidates
-        step: Node | None = node
-        while step is not None:
-            if step.lock_refs == 0:
-                self._evictable -= len(step.blocks)
-            step.lock_refs += 1
-            step.last_used = self._clock
-            root, step = step, step.parent
-        if root.lock_refs == 1:  # with more it is entered already, or cleared
-            self._tree.enter(root)
-
-    def _unlock(self, node: Node) -> None:
-        self._clock += 1
-        self._num_locks -= 1
-        node.held -= 1
-        step: Node | None = node
-        while step is not None:
-            step.lock_refs -= 1
-            step.last_used = self._clock
-            if step.lock_refs == 0:
-                self._evictable += len(step.blocks)
-            root, step = step, step.parent
-        if root in self._cleared:
-            self._free_unlocked(node)
-        else:
-            self._settle(node)
-
-    def _move_lock(self, start: Node, end: Node) -> None:
-        start.held -= 1
-        end.held += 1
-        self._order.discard(end)
-        for step in end.ancestors():
-            if step is start:
-                return
-            if step.lock_refs == 0:
-                self._evictable -= len(step.blocks)
-            step.lock_refs += 1
-            step.last_used = self._clock
-
-    def _settle(self, node: Node) -> None:
-        """Makes a node that may have become an unlocked leaf a candidate; an idle empty root is forgotten instead."""
-        if node.lock_refs == 0 and node.children is None:
-            if node.parent is None:
-                self._tree.leave(node)
-            else:
-                self._order.add(node)
-
-    # -- growing and shrinking
-
-    def _graft(self, place: Place, query: bytes, blocks: list[int], *, priority: int, own_locks: int) -> Node:
-        """Puts `blocks`, whose tokens are the end of `query`, at `place`; returns the node that ends with them."""
-        node = self._tree.split(place.node, place.num_blocks)
-        if not blocks:
-            return node
-        edge = query[-len(blocks) * self._tree.block_bytes :]
-        self._order.discard(node)
-        self.pool.adopt(blocks)
-        if _can_grow(node, priority=priority, own_locks=own_locks):
-            self._tree.grow(node, edge, blocks)
-            leaf = node
-        else:
-            leaf = Node(bytearray(edge), blocks, node.end + len(blocks))
-            leaf.created = leaf.last_used = self._clock
-            leaf.priority = priority
-            self._tree.attach(leaf, node)
-        if leaf.lock_refs == 0:
-            self._evictable += len(blocks)
-        return leaf
-
-    def _touch(self, node: Node, priority: int) -> None:
-        self._order.discard(node)
-        for step in node.ancestors():
-            step.last_used = self._clock
-            step.priority = max(step.priority, priority)
-        self._settle(node)
-
-    def _discard_duplicates(self, blocks: list[int]) -> None:
-        self.pool.free(blocks)
-        self._counters.duplicates += len(blocks)
+    # -- blocks and counters
 
     def _take(self, count: int) -> list[int]:
         self.evict(max(0, count - self.pool.num_free))
         return self.pool.allocate(count)
 
-    def _remove(self, leaf: Node) -> list[int]:
-        """Takes an unlocked leaf out of the tree; its parent may become a candidate."""
-        parent = leaf.parent
-        blocks = self._drop(leaf)
-        if parent is not None:
-            self._settle(parent)
-        return blocks
-
-    def _clear(self, root: Node) -> int:
-        """Frees what is unlocked below `root`, and returns how many blocks are locked."""
-        self._tree.leave(root)
-        locked = 0
-        for node in reversed(list(self._tree.below(root))):  # children before their parents
-            if node.lock_refs:
-                locked += len(node.blocks)
-            else:
-                self._drop(node)
-        if root.lock_refs:
-            self._cleared.add(root)
-        return locked
-
-    def _free_unlocked(self, node: Node) -> None:
-        """In a cleared tree, frees `node` and those above it that no lock protects any more."""
-        step = node
-        while step.lock_refs == 0:
-            parent = step.parent
-            if parent is None:
-                self._cleared.discard(step)
-                return
-            self._drop(step)
-            step = parent
-
-    def _drop(self, leaf: Node) -> list[int]:
-        """Frees a whole unlocked leaf."""
-        self._order.discard(leaf)
-        blocks = self._tree.detach(leaf)
-        self._evictable -= len(blocks)
-        self.pool.drop(blocks)
-        return blocks
-
-    # -- counting
+    def _discard_duplicates(self, blocks: list[int]) -> None:
+        self.pool.free(blocks)
+        self._counters.duplicates += len(blocks)
 
     def _require_room(self, needed: int, *, reserved: int) -> None:
         pool = self.pool
-        if needed <= pool.num_free + self._evictable - reserved:
+        if needed <= pool.num_free + self._residency.evictable - reserved:
             return
         self._counters.refusals += 1
         raise OutOfBlocks(
             Shortage(
                 needed=needed,
                 free=pool.num_free,
-                evictable=self._evictable,
+                evictable=self._residency.evictable,
                 reserved=reserved,
-                locked=pool.num_cached - self._evictable,
+                locked=self._residency.locked,
                 private=pool.num_private,
-                num_locks=self._num_locks,
+                num_locks=self._residency.num_locks,
                 num_blocks=pool.num_blocks,
             )
         )
@@ -563,26 +418,3 @@ class RadixCache:
         counters.hits += grip.num_tokens > 0
         counters.hit_tokens += grip.num_tokens
         counters.tail_tokens += grip.tail_tokens
-
-
-def _unlocked_blocks(place: Place) -> int:
-    """How many blocks of the walked path nobody has locked. O(unlocked nodes on it)."""
-    node = place.node
-    while node.lock_refs == 0 and node.parent is not None:
-        node = node.parent
-    return max(0, place.num_blocks - node.end) if node.lock_refs else place.num_blocks
-
-
-def _can_grow(node: Node, *, priority: int, own_locks: int) -> bool:
-    """Whether a caller that holds `own_locks` there may append to `node` instead of giving it a child.
-
-    Not if somebody else has locked it: his lock would then hold blocks that he does not use. Nor if it was hit, or has
-    another priority: what follows would inherit a worth that it has not earned.
-    """
-    return (
-        node.parent is not None
-        and node.children is None
-        and node.lock_refs == own_locks
-        and node.hit_count == 0
-        and node.priority == priority
-    )

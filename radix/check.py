@@ -12,6 +12,7 @@ from phloem.radix.errors import InvariantError
 from phloem.radix.node import Node
 from phloem.radix.policy import EvictionOrder
 from phloem.radix.pool import BlockPool, Owner
+from phloem.radix.residency import Residency
 from phloem.radix.tree import RadixTree
 
 
@@ -26,20 +27,13 @@ class _Census:
     evictable: int = 0
 
 
-def check_cache(
-    tree: RadixTree,
-    pool: BlockPool,
-    *,
-    order: EvictionOrder,
-    cleared: set[Node],
-    evictable: int,
-    num_locks: int,
-) -> None:
-    """Proves the invariants of a cache, given its parts and the counters it keeps.
+def check_residency(residency: Residency) -> None:
+    """Proves the invariants of a cache. O(blocks + nodes).
 
     Raises:
         InvariantError: One does not hold.
     """
+    tree, pool, cleared = residency.tree, residency.pool, residency.cleared
     pool.check()
     census = _Census()
     for namespace, root in tree.roots.items():
@@ -56,9 +50,9 @@ def check_cache(
             _require(node.lock_refs > 0, f"{node} of a cleared tree is unlocked and still here")
     _equal("cached blocks", pool.num_cached, len(census.blocks))
     _equal("nodes", tree.num_nodes, census.nodes)
-    _equal("locks", num_locks, census.held)
-    _equal("evictable blocks", evictable, census.evictable)
-    _check_order(order, census)
+    _equal("locks", residency.num_locks, census.held)
+    _equal("evictable blocks", residency.evictable, census.evictable)
+    _check_order(residency.order, census)
 
 
 def _check_tree(tree: RadixTree, pool: BlockPool, root: Node, census: _Census) -> None:
