@@ -1,0 +1,163 @@
+"""RadixCache against a dict with losses that never loses what is locked (tests/support/naive_cache.py)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from naive_cache import KEYS, Mirror, Tokens
+
+from phloem.radix import Namespace
+
+NAMESPACES = [Namespace(salt="x"), Namespace(adapter="x")]
+BLOCK_SIZES = [1, 2, 4, 16]
+
+# Two tokens are enough to agree and to differ, and tiny pools evict all the time.
+bits = st.lists(st.integers(0, 1), max_size=12)
+names = st.sampled_from(NAMESPACES)
+choices = st.integers(0, 7)
+priorities = st.sampled_from([0, 0, 0, 1, 2])
+pool_sizes = st.one_of(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(6, 512))
+
+
+def stretched(tokens: list[int], block_size: int) -> Tokens:
+    """Repeats tokens so that a few bits fill some blocks of 16, and still differ inside them."""
+    return tuple(token for token in tokens for _ in range(max(1, block_size // 4)))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=pool_sizes, block_size=st.sampled_from(BLOCK_SIZES), policy=st.sampled_from(sorted(KEYS))
+    )
+    def start(self, num_blocks: int, block_size: int, policy: str) -> None:
+        self.mirror = Mirror(num_blocks, block_size, policy)
+
+    def tokens(self, drawn: list[int]) -> Tokens:
+        return stretched(drawn, self.mirror.naive.block_size)
+
+    @rule(namespace=names, drawn=bits)
+    def match(self, namespace, drawn):
+        self.mirror.match(namespace, self.tokens(drawn))
+
+    @rule(namespace=names, drawn=bits, priority=priorities, adopt=st.booleans())
+    def insert(self, namespace, drawn, priority, adopt):
+        self.mirror.insert(namespace, self.tokens(drawn), priority=priority, adopt=adopt)
+
+    @rule(namespace=names, drawn=bits, blocks=st.lists(st.integers(-1, 5), min_size=1, max_size=3))
+    def insert_wrongly(self, namespace, drawn, blocks):
+        self.mirror.insert_wrongly(namespace, self.tokens(drawn), blocks)
+
+    @rule(choice=choices)
+    def lock(self, choice):
+        self.mirror.lock(choice)
+
+    @rule(choice=choices)
+    def unlock(self, choice):
+        self.mirror.unlock(choice)
+
+    @rule(choice=choices)
+    def unlock_wrongly(self, choice):
+        self.mirror.unlock_wrongly(choice)
+
+    @rule(namespace=names, drawn=bits, extra=st.integers(0, 2), priority=priorities)
+    def acquire(self, namespace, drawn, extra, priority):
+        self.mirror.acquire(namespace, self.tokens(drawn), extra=extra, priority=priority)
+
+    @rule(choice=choices, drawn=bits, priority=priorities)
+    def extend(self, choice, drawn, priority):
+        self.mirror.extend(choice, self.tokens(drawn), priority=priority)
+
+    @rule(choice=choices)
+    def fork(self, choice):
+        self.mirror.fork(choice)
+
+    @rule(choice=choices)
+    def release(self, choice):
+        self.mirror.release(choice)
+
+    @rule(count=st.integers(0, 6))
+    def allocate_and_free(self, count):
+        self.mirror.allocate_and_free(count)
+
+    @rule(count=st.integers(0, 4))
+    def evict(self, count):
+        self.mirror.evict(count)
+
+    @rule(namespace=st.sampled_from([*NAMESPACES, None]))
+    def clear(self, namespace):
+        self.mirror.clear(namespace)
+
+    @invariant()
+    def real_and_naive_hold_the_same(self):
+        if hasattr(self, "mirror"):
+            self.mirror.compare()
+
+    def teardown(self):
+        if hasattr(self, "mirror"):
+            self.mirror.release_all()
+            self.mirror.compare()
+            assert self.mirror.real.stats().locked == 0
+
+
+def random_step(mirror: Mirror, rng: random.Random) -> None:
+    """One operation drawn at random; grows and acquires more often than it clears."""
+    namespace = rng.choice(NAMESPACES)
+    longest = 12 if mirror.naive.num_blocks < 16 else 24
+    tokens = stretched([rng.randint(0, 1) for _ in range(rng.randint(0, longest))], mirror.naive.block_size)
+    choice, priority = rng.randint(0, 7), rng.choice([0, 0, 0, 1, 2])
+    operations = [
+        (4, lambda: mirror.acquire(namespace, tokens, extra=rng.randint(0, 2), priority=priority)),
+        (4, lambda: mirror.extend(choice, tokens, priority=priority)),
+        (3, lambda: mirror.insert(namespace, tokens, priority=priority, adopt=rng.random() < 0.5)),
+        (1, lambda: mirror.insert_wrongly(namespace, tokens, [rng.randint(-1, 5) for _ in range(2)])),
+        (2, lambda: mirror.match(namespace, tokens)),
+        (2, lambda: mirror.lock(choice)),
+        (2, lambda: mirror.unlock(choice)),
+        (1, lambda: mirror.unlock_wrongly(choice)),
+        (1, lambda: mirror.fork(choice)),
+        (3, lambda: mirror.release(choice)),
+        (1, lambda: mirror.allocate_and_free(rng.randint(0, 6))),
+        (1, lambda: mirror.evict(rng.randint(0, 4))),
+        (0.2, lambda: mirror.clear(rng.choice([*NAMESPACES, None]))),
+    ]
+    weights, functions = zip(*operations, strict=True)
+    rng.choices(functions, weights)[0]()
+
+
+def run_randomly(num_steps: int, seed: int, steps_per_episode: int = 200) -> None:
+    """Many short lives of small caches, and few of larger ones."""
+    for episode in range(num_steps // steps_per_episode):
+        rng = random.Random(f"{seed}/{episode}")
+        num_blocks = rng.randint(1, 5) if rng.random() < 0.9 else rng.randint(6, 64)
+        mirror = Mirror(num_blocks, rng.choice(BLOCK_SIZES), rng.choice(sorted(KEYS)))
+        for _ in range(steps_per_episode):
+            random_step(mirror, rng)
+            mirror.compare()
+        mirror.release_all()
+        mirror.compare()
+
+
+def test_the_cache_is_a_dict_with_losses_that_never_loses_what_is_locked():
+    run_state_machine_as_test(
+        CacheMachine,
+        settings=settings(
+            max_examples=160,
+            stateful_step_count=60,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_ten_thousand_random_steps_agree_with_the_oracle():
+    run_randomly(10_000, seed=1)
+
+
+@pytest.mark.slow
+def test_a_million_random_steps_agree_with_the_oracle():
+    run_randomly(1_000_000, seed=2)
