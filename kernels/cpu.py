@@ -11,10 +11,14 @@ two implementations round differently from each other: choose one per process an
 """
 
 import logging
+import os
+from collections.abc import Mapping
 
-from phloem.kernels.attention import AttentionBackend, AttentionSpec
+from phloem.kernels.attention import AttentionSpec
+from phloem.kernels.cpu_native import NativeBackend, why_unsupported
 from phloem.kernels.cpu_torch import TorchBackend
 from phloem.kernels.kv_store import PagedKVStore
+from phloem.kernels.native_build import BuildError, load_library
 
 CHOICE_VARIABLE = "PHLOEM_CPU_KERNEL"
 """Environment variable: "native" insists on the compiled kernel, "torch" on the fallback; unset takes what works."""
@@ -23,7 +27,36 @@ _logger = logging.getLogger(__name__)
 
 
 def make_cpu_backend(
-    spec: AttentionSpec, store: PagedKVStore, *, num_threads: int | None = None
-) -> AttentionBackend:
-    """Make the compiled backend, or the torch one where it can't be built."""
-    return TorchBackend(spec, store)
+    spec: AttentionSpec,
+    store: PagedKVStore,
+    *,
+    num_threads: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> NativeBackend | TorchBackend:
+    """Make the compiled backend, or the torch one (its `build_error` says why) where it can't be had.
+
+    Args:
+        spec: The model's attention.
+        store: Its KV.
+        num_threads: Threads of the compiled kernel; None follows torch.get_num_threads().
+        environ: Where PHLOEM_CPU_KERNEL and the variables of `native_build` are looked up.
+
+    Raises:
+        ValueError: an unknown value of PHLOEM_CPU_KERNEL, or a shape that the insisted-on kernel has no code for.
+        BuildError: PHLOEM_CPU_KERNEL is "native" and the kernel can't be built.
+    """
+    choice = environ.get(CHOICE_VARIABLE, "")
+    if choice not in ("", "native", "torch"):
+        raise ValueError(f"{CHOICE_VARIABLE} is {choice!r}; use native, torch, or leave it unset")
+    if choice == "torch":
+        return TorchBackend(spec, store, build_error=f"{CHOICE_VARIABLE} is set to torch")
+    if choice == "native":
+        return NativeBackend(spec, store, library=load_library(environ), num_threads=num_threads)
+    reason = why_unsupported(spec, store)
+    if reason is None:
+        try:
+            return NativeBackend(spec, store, library=load_library(environ), num_threads=num_threads)
+        except BuildError as error:
+            reason = str(error)
+    _logger.info("the cpu backend runs on torch operations, which is slower: %s", reason)
+    return TorchBackend(spec, store, build_error=reason)

@@ -33,8 +33,10 @@ class _Partial:
 class TorchBackend:
     """Attention by fixed tiles of 16 query rows and spans of 256 keys. Threads are torch's own."""
 
-    def __init__(self, spec: AttentionSpec, store: PagedKVStore) -> None:
+    def __init__(self, spec: AttentionSpec, store: PagedKVStore, *, build_error: str | None = None) -> None:
+        """Bind to a store; `build_error` tells why the compiled kernel is not used, for reports."""
         check_fit(spec, store)
+        self.build_error = build_error
         self.spec = spec
         self.store = store
         self._plan = AttentionPlan.from_rows((), block_size=store.block_size)
@@ -64,16 +66,18 @@ class TorchBackend:
             rows = (q[begin:end].float() * spec.softmax_scale).view(heads).transpose(0, 1).flatten(1, 2)
             positions = plan.positions[begin:end].repeat_interleave(spec.group_size)
             result = self._attend_row(rows, keys, values, positions, spec.window(layer))
-            out[begin:end] = result.unflatten(1, (end - begin, spec.group_size)).transpose(0, 1).flatten(1, 2)
+            by_head = result.view(spec.num_kv_heads, end - begin, spec.group_size, spec.head_dim)
+            out[begin:end] = by_head.transpose(0, 1).flatten(1, 2)
         return out
 
     def _gather(self, layer: int, blocks: torch.Tensor, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a row, float32 `[num_spans, num_kv_heads, 256, head_dim]`, zero beyond kv_len."""
         paged = self.store.layer(layer)[blocks].transpose(0, 1).flatten(1, 2)[:, :kv_len]
         num_spans = -(-kv_len // SPAN)
-        padded = torch.zeros((2, num_spans * SPAN, *paged.shape[2:]))
+        heads = paged.shape[2:]
+        padded = torch.zeros((2, num_spans * SPAN, *heads))
         padded[:, :kv_len] = paged
-        spans = padded.unflatten(1, (num_spans, SPAN)).transpose(2, 3).contiguous()
+        spans = padded.view(2, num_spans, SPAN, *heads).transpose(2, 3).contiguous()
         return spans[0], spans[1]
 
     def _attend_row(

@@ -191,7 +191,7 @@ def _packed_product(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The product over a repacked copy of the weight, or None where this torch or machine has no such thing."""
-    if weight.dtype not in (torch.float32, torch.bfloat16) or not torch._C.has_mkldnn:
+    if weight.dtype not in (torch.float32, torch.bfloat16) or not torch._C._has_mkldnn:
         return None
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
