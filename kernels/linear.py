@@ -20,8 +20,8 @@ import torch.nn.functional as F
 _RUNGS = (1024, 256, 64, 32, 8, 4, 1)
 """Row counts that are worth a test, beside the base: large ones for prefill's rate, small ones for decode's."""
 _MIN_TRIALS = 2
-_MIN_OUTPUTS = 1 << 19
-"""Outputs to compare: rounding to bf16 hides a different order of summation in all but some of 10,000 outputs."""
+_MIN_OUTPUTS_16_BIT = 1 << 17
+"""Outputs to compare: rounding to 16 bits hides another order of summation in all but a few of 10,000 outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,13 @@ class RowLadder:
         """Use `base` rows as the arithmetic that the others must equal.
 
         Args:
-            base: Rows of a base call; None picks 64 for bf16 on AMX machines, 16 otherwise.
+            base: Rows of a base call, a power of two; None picks 64 for bf16 on AMX machines, 16 otherwise.
+
+        Raises:
+            ValueError: a base that is no power of two.
         """
+        if base is not None and (base < 1 or base & (base - 1)):
+            raise ValueError(f"base is {base}; it must be a power of two")
         self._base = base
         self._agrees: dict[_LadderKey, bool] = {}
 
@@ -177,7 +182,8 @@ def rows_agree(linear: PackedLinear, num_rows: int, base: int) -> bool:
     """
     generator = torch.Generator().manual_seed(num_rows)
     total = math.lcm(num_rows, base, 64)
-    for _ in range(max(_MIN_TRIALS, _MIN_OUTPUTS // (total * linear.out_features))):
+    min_outputs = _MIN_OUTPUTS_16_BIT if linear.dtype.itemsize == 2 else 1
+    for _ in range(max(_MIN_TRIALS, min_outputs // (total * linear.out_features))):
         x = torch.randn((total, linear.in_features), generator=generator).to(linear.dtype)
         order = torch.randperm(total, generator=generator)
         wanted = torch.cat([linear.product(part) for part in torch.split(x, base)])
