@@ -257,15 +257,21 @@ class Engine:
 
 def _make_store(loaded: LoadedModel, config: EngineConfig) -> PagedKVStore:
     model = loaded.config
-    shape = {
-        "num_layers": model.num_layers,
-        "block_size": config.block_size,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "dtype": loaded.dtype,
-    }
-    num_blocks = pool_size(config, block_bytes=PagedKVStore.block_bytes(**shape))
-    return PagedKVStore(num_blocks=num_blocks, **shape)
+    block_bytes = PagedKVStore.bytes_for_block(
+        num_layers=model.num_layers,
+        block_size=config.block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=loaded.dtype,
+    )
+    return PagedKVStore(
+        num_layers=model.num_layers,
+        num_blocks=pool_size(config, block_bytes=block_bytes),
+        block_size=config.block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=loaded.dtype,
+    )
 
 
 def _make_scheduler(store: PagedKVStore, config: EngineConfig) -> Scheduler:

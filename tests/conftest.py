@@ -1,10 +1,15 @@
 """Fixtures that several folders use."""
 
-from collections.abc import Iterator
-from pathlib import Path
+import os
 
-import pytest
-from tiny_model import make_tiny_model
+# Before torch is imported: beside another busy process, spinning OpenMP threads make a step many times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+from tiny_model import make_tiny_model  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +28,11 @@ def tiny_engine(tiny_path: Path) -> Iterator["object"]:
         engine.check()
         stats = engine.stats().cache
         assert stats.locked == stats.private == 0, "something was left behind"
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real model, fetched and converted on first use (then from the user's cache directory)."""
+    from phloem.runtime.models.resolve import resolve_model
+
+    return resolve_model("smollm2-135m").path

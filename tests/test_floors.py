@@ -74,7 +74,9 @@ def test_imports_run_one_way() -> None:
 
 def test_only_the_scheduler_calls_the_cache_and_only_the_runner_owns_tensors() -> None:
     users = {
-        name: {module for module, path in modules().items() for _, used in imports(path) if within(used, (name,))}
+        name: {
+            module for module, path in modules().items() for _, used in imports(path) if within(used, (name,))
+        }
         for name in ("phloem.kernels.kv_store", "torch")
     }
     outside = {module for module in users["torch"] if within(module, ("phloem.radix",))}

@@ -33,6 +33,15 @@ class Pass:
         """All of them, in order."""
         return [*self.chat, *self.questions]
 
+    @property
+    def mean_first_token_s(self) -> float:
+        """Over all requests, in seconds."""
+        return sum(completion.first_token_s for completion in self.completions) / len(self.completions)
+
+    def total(self, name: str) -> int:
+        """Sum of a field of `Usage` over all requests."""
+        return sum(getattr(completion.usage, name) for completion in self.completions)
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -149,17 +158,13 @@ def _totals_table(warm: Pass, cold: Pass) -> Table:
         table.add_column(done.label, justify="right")
     table.add_column("off / on", justify="right")
 
-    def row(name: str, a: float, b: float, form: str) -> None:
-        table.add_row(name, format(a, form), format(b, form), f"{b / a:.1f}x" if a else "")
+    def row(name: str, on: float, off: float, form: str) -> None:
+        table.add_row(name, format(on, form), format(off, form), f"{off / on:.1f}x" if on else "")
 
-    row("prompt tokens", *(sum(c.usage.prompt_tokens for c in p.completions) for p in (warm, cold)), ",")
-    row("cached", *(sum(c.usage.cached_tokens for c in p.completions) for p in (warm, cold)), ",")
-    row("computed", *(sum(c.usage.computed_tokens for c in p.completions) for p in (warm, cold)), ",")
-    row("generated", *(sum(c.usage.completion_tokens for c in p.completions) for p in (warm, cold)), ",")
-    row("mean first token, s", *(_mean_first_token_s(p) for p in (warm, cold)), ".3f")
+    row("prompt tokens", warm.total("prompt_tokens"), cold.total("prompt_tokens"), ",")
+    row("cached", warm.total("cached_tokens"), cold.total("cached_tokens"), ",")
+    row("computed", warm.total("computed_tokens"), cold.total("computed_tokens"), ",")
+    row("generated", warm.total("completion_tokens"), cold.total("completion_tokens"), ",")
+    row("mean first token, s", warm.mean_first_token_s, cold.mean_first_token_s, ".3f")
     row("total time, s", warm.seconds, cold.seconds, ".1f")
     return table
-
-
-def _mean_first_token_s(done: Pass) -> float:
-    return sum(c.first_token_s for c in done.completions) / len(done.completions)

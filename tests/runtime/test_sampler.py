@@ -46,7 +46,9 @@ def test_top_k_keeps_k() -> None:
     assert set(draws(torch.zeros(3), SamplingParams(top_k=50), 300)) == {0, 1, 2}
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.5, {0}), (0.51, {0, 1}), (0.8, {0, 1}), (0.81, {0, 1, 2}), (1e-9, {0})])
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.5, {0}), (0.51, {0, 1}), (0.8, {0, 1}), (0.81, {0, 1, 2}), (1e-9, {0})]
+)
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: set[int]) -> None:
     logits = torch.tensor([0.5, 0.25 + 0.05, 0.2, 0.0]).log()
     assert set(draws(logits, SamplingParams(top_p=top_p), 400)) == kept

@@ -139,7 +139,9 @@ def test_b28_the_next_turn_finds_the_answer_of_the_last() -> None:
 
 def test_b30_a_prompt_that_no_pool_of_this_size_holds_is_refused_at_once() -> None:
     stepper = Stepper(num_blocks=4, block_size=4)
-    with pytest.raises(CacheFull, match=r"17 tokens needs 5 blocks of 4 tokens, and the pool has 4.*num_blocks"):
+    with pytest.raises(
+        CacheFull, match=r"17 tokens needs 5 blocks of 4 tokens, and the pool has 4.*num_blocks"
+    ):
         stepper.add(tokens(17))
     fits = stepper.add(tokens(16))
     stepper.run()
@@ -237,7 +239,9 @@ def test_b31_random_programs_read_only_what_is_theirs_and_give_the_same_answers(
     expected, live = {}, []
     for number in range(40):
         base = draw.choice(bases)
-        prompt = base[: draw.randrange(1, len(base) + 1)] + [draw.randrange(3) for _ in range(draw.randrange(4))]
+        prompt = base[: draw.randrange(1, len(base) + 1)] + [
+            draw.randrange(3) for _ in range(draw.randrange(4))
+        ]
         prompt = prompt[: capacity - 1]
         max_tokens = draw.randrange(1, min(12, capacity - len(prompt)) + 1)
         salt = draw.choice([None, None, "a"])

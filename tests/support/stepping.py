@@ -31,7 +31,13 @@ class Stepper:
     """A scheduler with a shadow memory, a deterministic next token, and `check()` after every step."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int = 4, vocabulary: int = 97, policy: str = "lru", **options: int | bool
+        self,
+        *,
+        num_blocks: int,
+        block_size: int = 4,
+        vocabulary: int = 97,
+        policy: str = "lru",
+        **options: int | bool,
     ) -> None:
         limits: dict[str, int | bool] = {"max_running": 8, "max_step_tokens": 64, **options}
         self.cache = RadixCache(BlockPool(num_blocks), block_size=block_size, policy=policy)
