@@ -14,17 +14,10 @@
 //
 // On machines with AVX512-BF16 and bf16 queries and keys, the score's chain is over pairs of dims (VDPBF16PS).
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <utility>
+#include "cpu_vectors.h"
+
 #if defined(_OPENMP)
 #include <omp.h>
-#endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
 #endif
 
 namespace {
@@ -33,128 +26,19 @@ constexpr int SPAN = 256;    // keys per partial result
 constexpr int PANEL = 64;    // keys whose transposed copy fits the first-level cache; a multiple of every block size
 constexpr int TILE = 64;     // query rows (tokens * heads of one KV head) per work item, at most
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16, MAX_ROWS = 6, NUM_VECTORS = 4;  // 6 * 4 sums + 4 operands of 32 registers
-#elif defined(__AVX__)
-constexpr int LANES = 8, MAX_ROWS = 4, NUM_VECTORS = 2;
-#else
-constexpr int LANES = 4, MAX_ROWS = 4, NUM_VECTORS = 4;
-#endif
-
-typedef float Vec __attribute__((vector_size(LANES * 4)));
-typedef int32_t IVec __attribute__((vector_size(LANES * 4)));
-typedef uint32_t UVec __attribute__((vector_size(LANES * 4)));
-typedef uint16_t HVec __attribute__((vector_size(LANES * 2)));
-struct bf16 { uint16_t bits; };
-
-template <class V> inline V load_as(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
-template <class V> inline void store(void* p, V v) { std::memcpy(p, &v, sizeof v); }
-inline Vec splat(float x) { return Vec{} + x; }
-inline float widen(bf16 x) { uint32_t u = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &u, 4); return f; }
-inline float widen(float x) { return x; }
-inline Vec load(const float* p) { return load_as<Vec>(p); }
-inline Vec load(const bf16* p) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_as<__m256i>(p)), 16);
-#else
-  return (Vec)(__builtin_convertvector(load_as<HVec>(p), UVec) << 16);
-#endif
-}
-
-inline Vec fma(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX__) && defined(__FMA__)
-  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  return a * b + c;
-#endif
-}
-
-inline Vec select(IVec mask, Vec yes, Vec no) { return (Vec)(((IVec)yes & mask) | ((IVec)no & ~mask)); }
-
-// exp for x <= 0, or NaN: Cephes' expf polynomial; below -87 the result is exactly 0.
-inline Vec exp_negative(Vec x) {
-  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Vec n = fma(x, splat(1.44269504088896341f), magic) - magic;
-  Vec r = fma(n, splat(-0.693359375f), x);
-  r = fma(n, splat(2.12194440e-4f), r);
-  Vec p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r) + 1.0f;
-  IVec too_small = x < splat(-87.0f);
-  // NaN converts to some integer; p is NaN then, and stays so under any factor
-  IVec exponent = __builtin_convertvector(select(too_small, Vec{}, n), IVec);
-  Vec power = (Vec)((exponent + 127) << 23);
-  return select(too_small, Vec{}, p * power);
-}
-
-inline float exp_negative(float x) { return exp_negative(splat(x))[0]; }
-
-// tanh(x) = sign(x) * (1 - e) / (1 + e) with e = exp(-2|x|)
-inline Vec tanh(Vec x) {
-  Vec magnitude = (Vec)((IVec)x & 0x7fffffff);
-  Vec e = exp_negative(magnitude * -2.0f);
-  return (Vec)((IVec)((1.0f - e) / (1.0f + e)) | ((IVec)x & INT32_MIN));
-}
-
-template <class Op> inline float reduce(Vec v, Op op) {
-  float x[LANES];
-  store(x, v);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) x[i] = op(x[i], x[i + width]);
-  return x[0];
-}
-
-// ---- transposing a square of 32-bit values: log2(LANES) rounds of two-source shuffles
-
-template <int S, int... L> inline void exchange(UVec& a, UVec& b, std::integer_sequence<int, L...>) {
-#if defined(__clang__) || __GNUC__ >= 12
-  UVec low = __builtin_shufflevector(a, b, ((L & S) ? LANES + L - S : L)...);
-  UVec high = __builtin_shufflevector(a, b, ((L & S) ? LANES + L : L + S)...);
-#else
-  UVec low = __builtin_shuffle(a, b, UVec{((L & S) ? LANES + L - S : L)...});
-  UVec high = __builtin_shuffle(a, b, UVec{((L & S) ? LANES + L : L + S)...});
-#endif
-  a = low;
-  b = high;
-}
-
-template <int S> inline void transpose(UVec (&v)[LANES]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; i++)
-    if (!(i & S)) exchange<S>(v[i], v[i + S], std::make_integer_sequence<int, LANES>{});
-  if constexpr (S < LANES / 2) transpose<S * 2>(v);
-}
-
-inline UVec load_words(const void* row, int word, int num_words) {
-  const char* p = static_cast<const char*>(row) + word * 4;
-  if (word + LANES <= num_words) return load_as<UVec>(p);
-  uint32_t rest[LANES] = {};
-  std::memcpy(rest, p, (num_words - word) * 4);
-  return load_as<UVec>(rest);
-}
-
-inline void prefetch(const void* row, int num_bytes) {
-  for (int i = 0; i < num_bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
-}
-
 // Transposed copy of PANEL key rows. panel[d][key] for float; with Dot, panel[d / 2][key] of bf16 pairs.
 template <class T, bool Dot>
 void pack_keys(const T* const* rows, const T* const* next, int head_dim, float* panel) {
   const int num_words = head_dim * int(sizeof(T)) / 4;
   for (int key = 0; key < PANEL; key += LANES) {
-    for (int i = 0; i < LANES; i++) prefetch(next[key + i], head_dim * sizeof(T));
     for (int word = 0; word < num_words; word += LANES) {
       UVec v[LANES];
 #pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++) v[i] = load_words(rows[key + i], word, num_words);
+      for (int i = 0; i < LANES; i++) {
+        // a line or less at a time: a burst of prefetches fills the miss buffers, and then waits like loads do
+        __builtin_prefetch(next[key + i] + word * 4 / int(sizeof(T)));
+        v[i] = load_words(rows[key + i], word, num_words);
+      }
       transpose<1>(v);
       const int count = num_words - word < LANES ? num_words - word : LANES;
 #pragma GCC unroll 16
@@ -201,13 +85,15 @@ void score_rows(const float* q, int q_stride, const float* panel, int num_steps,
 
 // O[m][d] += sum over keys [begin, end) of p[m * SPAN + key] * v[key][d], for N vectors of dims.
 template <int M, int N, class T>
-void add_values(const float* p, const T* const* v, int begin, int end, int dim, float* out, int out_stride) {
+void add_values(const float* p, const T* const* v, const T* const* next, int begin, int end, int dim, float* out,
+                int out_stride) {
   Vec sum[M][N];
   for (int m = 0; m < M; m++)
     for (int j = 0; j < N; j++) sum[m][j] = load(out + m * out_stride + dim + j * LANES);
   for (int key = begin; key < end; key++) {
     Vec x[N];
     for (int j = 0; j < N; j++) x[j] = load(v[key] + dim + j * LANES);
+    for (int j = 0; j < N; j += 64 / LANES / int(sizeof(T))) __builtin_prefetch(next[key] + dim + j * LANES);
     for (int m = 0; m < M; m++)
       for (int j = 0; j < N; j++) sum[m][j] = fma(splat(p[m * SPAN + key]), x[j], sum[m][j]);
   }
@@ -216,12 +102,12 @@ void add_values(const float* p, const T* const* v, int begin, int end, int dim, 
 }
 
 template <int M, class T>
-void add_all_dims(const float* p, const T* const* v, int begin, int end, int padded_dim, float* out) {
+void add_all_dims(const float* p, const T* const* v, const T* const* next, int begin, int end, int padded_dim, float* out) {
   if (begin >= end) return;
   int dim = 0;
   for (; dim + NUM_VECTORS * LANES <= padded_dim; dim += NUM_VECTORS * LANES)
-    add_values<M, NUM_VECTORS>(p, v, begin, end, dim, out, padded_dim);
-  for (; dim < padded_dim; dim += LANES) add_values<M, 1>(p, v, begin, end, dim, out, padded_dim);
+    add_values<M, NUM_VECTORS>(p, v, next, begin, end, dim, out, padded_dim);
+  for (; dim < padded_dim; dim += LANES) add_values<M, 1>(p, v, next, begin, end, dim, out, padded_dim);
 }
 
 // Calls run(constant<M>, first row) over rows [row, end) in blocks of MAX_ROWS, then of what is left.
@@ -264,13 +150,6 @@ struct PhloemAttention {
 namespace {
 
 inline int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
-
-inline void narrow(float x, float* out) { *out = x; }
-inline void narrow(float x, bf16* out) {  // to nearest, ties to even
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  out->bits = x != x ? uint16_t(0x7fc0) : uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
 
 struct Scratch {
   float *q, *scores, *panel, *values, *span_out, *merged_out, *span_max, *span_sum, *merged_max, *merged_sum;
@@ -383,7 +262,7 @@ template <class T, class Q, bool Dot> struct Tile {
 
   // Adds one panel's weighted values. Rows of a block run together over the keys that all of them see, and alone over
   // those before and after: a key that a row doesn't see is never touched for it.
-  template <class V> void add_panel(int key, const V* const* v) {
+  template <class V> void add_panel(int key, const V* const* v, const V* const* next) {
     auto clip = [&](int x) { return x < key ? 0 : x > key + PANEL ? PANEL : x - key; };
     in_row_blocks(0, count, [&](auto m_constant, int m) {
       constexpr int M = m_constant();
@@ -393,11 +272,11 @@ template <class T, class Q, bool Dot> struct Tile {
       float* out = s.span_out + m * dim;
       for (int r = 0; r < M; r++) {
         const int row_end = clip(visible[m + r].end);
-        add_all_dims<1>(p + r * SPAN, v, clip(visible[m + r].begin), row_end < begin ? row_end : begin, dim, out + r * dim);
+        add_all_dims<1>(p + r * SPAN, v, next, clip(visible[m + r].begin), row_end < begin ? row_end : begin, dim, out + r * dim);
       }
-      add_all_dims<M>(p, v, begin, end, dim, out);
+      add_all_dims<M>(p, v, next, begin, end, dim, out);
       for (int r = 0; r < M; r++)
-        add_all_dims<1>(p + r * SPAN, v, end, clip(visible[m + r].end), dim, out + r * dim);
+        add_all_dims<1>(p + r * SPAN, v, next, end, clip(visible[m + r].end), dim, out + r * dim);
     });
   }
 
@@ -411,13 +290,14 @@ template <class T, class Q, bool Dot> struct Tile {
     for (int key = begin; key < end; key += PANEL) {
       const bool is_last = key + PANEL >= end;
       locate(is_last ? (span + 1) * SPAN : span * SPAN + key + PANEL, !is_last, next);
-      for (int i = 0; i < PANEL; i++) prefetch(next[i], a.head_dim * sizeof(T));
       if (copies) {
-        for (int i = 0; i < PANEL; i++)
+        for (int i = 0; i < PANEL; i++) {
+          prefetch(next[i], a.head_dim * sizeof(T));
           for (int d = 0; d < dim; d++) s.values[i * dim + d] = d < a.head_dim ? widen(rows[i][d]) : 0.0f;
-        add_panel(key, wide);
+        }
+        add_panel(key, wide, wide);
       } else {
-        add_panel(key, rows);
+        add_panel(key, rows, next);
       }
       std::memcpy(rows, next, sizeof rows);
     }

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("cpu_attention.cpp")
+HEADER = Path(__file__).with_name("cpu_vectors.h")
 _COMPILERS = ("g++", "clang++", "c++")
 # no -ffast-math and no contraction: the order and the fusing of operations are what the source says
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
@@ -41,16 +42,15 @@ def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
         BuildError: no compiler, or it failed, or its output can't be loaded.
     """
     compiler = find_compiler(environ)
-    source = SOURCE.read_bytes()
-    path = cache_directory(environ) / f"{_digest(source, compiler)}.so"
     try:
+        path = cache_directory(environ) / f"{_digest(compiler)}.so"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             _build(compiler, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(
-            f"can't build or load {path}: {error}; point PHLOEM_CACHE to a writable directory"
+            f"can't build or load the kernel: {error}; PHLOEM_CACHE can name another directory to build in"
         ) from error
 
 
@@ -101,7 +101,8 @@ def _build(compiler: list[str], path: Path) -> None:
 
 def _compile(compiler: list[str], output: str, extra: list[str]) -> str | None:
     """Run the compiler; None if it went well, else the end of what it said."""
-    command = [*compiler, *_FLAGS, str(SOURCE), "-o", output, *extra]
+    # options of $CXX come last, so that they can take another -march
+    command = [compiler[0], *_FLAGS, *compiler[1:], str(SOURCE), "-o", output, *extra]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -122,13 +123,14 @@ def _openmp_flags() -> list[str]:
     return ["-Wl,--as-needed", str(found[0]), f"-Wl,-rpath,{folder}", "-fopenmp"]
 
 
-def _digest(source: bytes, compiler: list[str]) -> str:
+def _digest(compiler: list[str]) -> str:
     program = Path(
         compiler[0] if os.path.sep in compiler[0] else shutil.which(compiler[0]) or compiler[0]
     ).resolve()
     stat = program.stat()
     parts = [
-        source.decode(),
+        SOURCE.read_text(),
+        HEADER.read_text(),
         " ".join((*compiler, *_FLAGS, *_openmp_flags())),
         f"{program} {stat.st_size} {stat.st_mtime_ns}",
         _processor(),
