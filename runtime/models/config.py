@@ -57,9 +57,6 @@ class ModelConfig:
 
     rope_theta: float
     rope_scaling: RopeScaling | None
-    partial_rotary_factor: float
-    """Share of each head's dimensions that is rotated; 1.0 for almost all models."""
-
     tie_word_embeddings: bool
     """The LM head is the embedding."""
 
@@ -135,7 +132,6 @@ def parse_model_config(config: Mapping[str, Any], *, generation: Mapping[str, An
         max_position=_max_position(config, rope),
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         rope_scaling=_rope_scaling(rope, stated_context),
-        partial_rotary_factor=float(rope.get("partial_rotary_factor", 1.0)),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         # Qwen2 has biases on q, k and v in code, not in its config
         qkv_bias=attention_bias or model_type == "qwen2",
@@ -186,6 +182,9 @@ def _check_features(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelUnsupported(f"hidden_act {activation!r} is not supported; supported is 'silu'")
+    partial = (config.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise ModelUnsupported(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise ModelUnsupported(

@@ -74,7 +74,6 @@ class Decoder:
             max_position=max_position or config.max_position,
             theta=config.rope_theta,
             scaling=config.rope_scaling,
-            partial_rotary_factor=config.partial_rotary_factor,
         )
 
     def forward(
