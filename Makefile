@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all lint types format bench dist clean
+.PHONY: help setup demo test test-all lint types format bench dist check-dist clean
 
 help:            ## This list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -41,8 +41,16 @@ format: setup    ## Let ruff rewrite what it can
 bench: setup     ## Every benchmark that needs no server
 	$(BIN)/phloem bench radix
 
-dist: setup      ## The wheel and the sdist, under dist/
-	$(BIN)/python -m build --outdir dist
+dist: setup       ## The wheel and the sdist, under dist/
+	rm -rf dist && $(BIN)/python -m build --outdir dist > /dev/null
+
+check-dist: dist ## Install the wheel into an empty environment and start the command there
+	rm -rf dist/env && $(PYTHON) -m venv dist/env
+	dist/env/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd dist && env/bin/phloem --help > /dev/null && env/bin/python -c "import phloem.radix, phloem.runtime"
+	@cd dist/env/lib/python3*/site-packages && for name in radix runtime kernels; do \
+	    if [ -e $$name ] || [ -e $$name.py ]; then echo "the wheel installs a top-level $$name"; exit 1; fi; done
+	@echo "the wheel works in an empty environment"
 
 clean:           ## Remove what the targets above made
 	rm -rf $(VENV) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,11 +5,11 @@ import os
 # Before torch is imported: beside another busy process, spinning OpenMP threads make a step many times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from collections.abc import Iterator  # noqa: E402
-from pathlib import Path  # noqa: E402
+from collections.abc import Iterator
+from pathlib import Path
 
-import pytest  # noqa: E402
-from tiny_model import make_tiny_model  # noqa: E402
+import pytest
+from tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="session")

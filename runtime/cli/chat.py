@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.prompt import Prompt
 
 from phloem.runtime import Completion, Engine, InvalidRequest, SamplingParams

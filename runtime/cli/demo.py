@@ -6,9 +6,9 @@ import json
 import time
 from dataclasses import dataclass, field
 from importlib.resources import files
-from itertools import zip_longest
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from phloem.runtime import Completion, Engine, SamplingParams
@@ -114,7 +114,7 @@ def _chat(engine: Engine) -> list[Completion]:
 def _print_answers(done: Pass, problems: list[Problem], console: Console) -> None:
     for turn, completion in zip(TURNS, done.chat, strict=True):
         console.print(f"[bold green]you[/]     {turn}", highlight=False)
-        console.print(f"[bold cyan]model[/]   {completion.text.strip()}\n", highlight=False, markup=True)
+        console.print(f"[bold cyan]model[/]   {escape(completion.text.strip())}\n", highlight=False)
     for number, (problem, completion) in enumerate(zip(problems, done.questions, strict=True), start=1):
         console.print(
             f"[bold green]{number:2}[/] {problem.question} [dim](right: {problem.answer})[/]", highlight=False
@@ -126,27 +126,21 @@ def _requests_table(warm: Pass, cold: Pass) -> Table:
     table = Table(
         title="Per request: prompt tokens, and milliseconds to the first token", title_justify="left"
     )
-    table.add_column("request")
-    for heading in (
-        "prompt",
-        "cached",
-        "computed",
-        "first token, ms",
-        "cache off: computed",
-        "first token, ms",
-    ):
+    table.add_column("request", no_wrap=True)
+    for heading in ("prompt", "cached", "computed", "first, ms", "off: computed", "off: first, ms"):
         table.add_column(heading, justify="right")
-    names = [f"turn {n}" for n in range(1, len(warm.chat) + 1)]
-    for name, a, b in zip_longest(names, warm.completions, cold.completions):
-        number = warm.completions.index(a) - len(warm.chat) + 1
+    names = [f"turn {n + 1}" for n in range(len(warm.chat))] + [
+        f"question {n + 1}" for n in range(len(warm.questions))
+    ]
+    for name, on, off in zip(names, warm.completions, cold.completions, strict=True):
         table.add_row(
-            name or f"question {number}",
-            f"{a.usage.prompt_tokens:,}",
-            f"{a.usage.cached_tokens:,}",
-            f"{a.usage.computed_tokens:,}",
-            f"{a.first_token_s * 1e3:,.0f}",
-            f"{b.usage.computed_tokens:,}",
-            f"{b.first_token_s * 1e3:,.0f}",
+            name,
+            f"{on.usage.prompt_tokens:,}",
+            f"{on.usage.cached_tokens:,}",
+            f"{on.usage.computed_tokens:,}",
+            f"{on.first_token_s * 1e3:,.0f}",
+            f"{off.usage.computed_tokens:,}",
+            f"{off.first_token_s * 1e3:,.0f}",
         )
     return table
 

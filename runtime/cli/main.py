@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 # Nothing here imports torch: `phloem --help` answers at once, and each command imports what it needs.
 app = typer.Typer(
@@ -96,7 +97,7 @@ def main() -> None:
     except Exception as error:
         if not _is_our_own(error):
             raise
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
 
