@@ -31,6 +31,9 @@ _KEPT = 6
 _MAX_BYTE_RUN = 64
 """Byte tokens in a row after which it no longer waits for their end; see `IncrementalDetokenizer`."""
 
+_MAX_CHARACTER = 4
+"""Bytes of the longest character in UTF-8."""
+
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 
 
@@ -219,8 +222,8 @@ class IncrementalDetokenizer:
     first token loses).
 
     In vocabularies with byte fallback one bad byte spoils a whole run of byte tokens, so a run is held back
-    until it ends. After 64 byte tokens it is given out all the same; should a bad byte follow, then `decode`
-    of all ids shows more replacement characters than the stream did.
+    until it ends. After 64 byte tokens its whole characters are given out all the same; should a bad byte follow,
+    then `decode` of all ids shows more replacement characters than the stream did.
     """
 
     def __init__(
@@ -251,6 +254,9 @@ class IncrementalDetokenizer:
         if 0 < self._byte_run < _MAX_BYTE_RUN:
             return ""
         text = self._decode(self._window)
+        if self._byte_run and text.endswith(_REPLACEMENT) and self._byte_run < _MAX_BYTE_RUN + _MAX_CHARACTER:
+            return ""
+        self._byte_run = 0
         # all bytes before an unfinished character are decided, and an unfinished one shows as one U+FFFD
         num_certain = len(text) - text.endswith(_REPLACEMENT)
         delta = text[self._num_emitted : num_certain]
