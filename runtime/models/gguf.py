@@ -2,8 +2,8 @@
 
 transformers reads the config and the tokenizer out of the file; the weights are dequantised by the ``gguf`` package
 and renamed here, since transformers would need one more package (accelerate) for that, and then refuse to save
-what it loaded. What the file says and neither of them reads is mended here, and marked so: how SmolLM's
-tokenizer splits digits, and Llama 3's stretched rope.
+what it loaded. What the file says and neither of them reads is mended here, and marked so: the size of
+heads, how SmolLM's tokenizer splits digits, and stretched rope.
 
 A directory appears under its final name only when it is complete (it is made beside it and renamed), and a
 lock keeps two processes from making the same one.
@@ -181,6 +181,10 @@ def _write_configs(reader: GGUFReader, gguf_file: Path, directory: Path) -> None
     config["dtype"] = "bfloat16"
     classes = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     config["architectures"] = [f"{classes.get(config['model_type'], config['model_type'])}ForCausalLM"]
+    if (
+        head_dim := _field(reader, f"{_field(reader, 'general.architecture')}.attention.key_length")
+    ) is not None:
+        config["head_dim"] = head_dim
     config["rope_parameters"] = {**(config.get("rope_parameters") or {}), **_rope_scaling(reader, config)}
     ids = {name: _field(reader, f"tokenizer.ggml.{name}") for name in ("eos_token_id", "eot_token_id")}
     generation = {
