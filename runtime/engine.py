@@ -9,6 +9,7 @@ import logging
 import secrets
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from phloem.kernels.attention import AttentionSpec, make_backend
 from phloem.kernels.kv_store import PagedKVStore
+from phloem.kernels.self_test import InvarianceReport, row_invariance_report
 from phloem.radix import BlockPool, Namespace, RadixCache
 from phloem.runtime.config import EngineConfig
 from phloem.runtime.engine_loop import EngineLoop
@@ -68,6 +70,8 @@ class Engine:
             dtype=DTYPES[self.config.dtype],
             deterministic=self.config.deterministic,
         )
+        if self.config.deterministic:
+            _warn_if_not_exact(loaded.dtype, self.config.num_threads)
         store = _make_store(loaded, self.config)
         self.model = loaded.config
         self.tokenizer = loaded.tokenizer
@@ -253,6 +257,23 @@ class Engine:
 
     def _submit(self, request: Request, sink: Sink) -> None:
         self._loop.submit(OutputStream(request, sink, self.tokenizer))
+
+
+def _warn_if_not_exact(dtype: torch.dtype, num_threads: int | None) -> None:
+    report = _self_test(dtype, num_threads)
+    if not report.holds:
+        names = ", ".join(check.name for check in report.failures)
+        logger.warning(
+            "on this machine the bits of a result can depend on what else is computed with it (%s): answers from a warm cache "
+            "may differ from cold ones in rare ties",
+            names,
+        )
+
+
+@lru_cache
+def _self_test(dtype: torch.dtype, num_threads: int | None) -> InvarianceReport:
+    """Run the kernels' self-test: half a second, and a fact about the machine, so once per process."""
+    return row_invariance_report(dtype, num_threads=num_threads)
 
 
 def _make_store(loaded: LoadedModel, config: EngineConfig) -> PagedKVStore:

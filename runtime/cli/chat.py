@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.markup import escape
 from rich.prompt import Prompt
 
 from phloem.runtime import Completion, Engine, InvalidRequest, SamplingParams

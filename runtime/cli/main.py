@@ -97,7 +97,9 @@ def main() -> None:
     except Exception as error:
         if not _is_our_own(error):
             raise
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         sys.exit(1)
 
 

@@ -437,3 +437,20 @@ def test_a_pool_too_small_for_all_preempts_and_still_answers_right(tmp_path: Pat
         assert [done.token_ids for done in tight.generate(prompts, params)] == expected
         assert tight.stats().preemptions > 0
         tight.check()
+
+
+def test_a_machine_that_is_not_exact_is_told_so(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from phloem.kernels.self_test import InvarianceCheck, InvarianceReport
+    from phloem.runtime import engine as module
+
+    with Engine(tiny_path, num_blocks=8):
+        assert not caplog.records, "this machine is exact"
+    check = InvarianceCheck("linear 8x8", holds=False, detail="")
+    monkeypatch.setattr(module, "_self_test", lambda *_: InvarianceReport(torch.float32, 1, (check,)))
+    with Engine(tiny_path, num_blocks=8):
+        assert "linear 8x8" in caplog.text
+    caplog.clear()
+    with Engine(tiny_path, num_blocks=8, deterministic=False):
+        assert not caplog.records
