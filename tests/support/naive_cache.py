@@ -197,6 +197,7 @@ class Branch:
     ref: NodeRef
     spot: Spot
     private: list[int]
+    planned: Tokens = ()  # what it was admitted for and has not committed yet
 
 
 class Mirror:
@@ -308,20 +309,29 @@ class Mirror:
         self._evict_short(needed)
         self.naive.take(grip.new_blocks)
         assert len(grip.new_blocks) == needed
-        self.branches.append(Branch(grip.node, spot, grip.new_blocks))
+        self.branches.append(Branch(grip.node, spot, grip.new_blocks, tokens[grip.num_tokens :]))
+
+    def acquire_twin(self, choice: int, *, extra: int) -> None:
+        """Admits what a branch that is under way has planned, once more and a little longer."""
+        if self.branches:
+            branch = self.branches[choice % len(self.branches)]
+            tokens = branch.spot.prefix + branch.planned
+            self.acquire(branch.spot.namespace, tokens, extra=extra, priority=0)
 
     def extend(self, choice: int, tokens: Tokens, *, priority: int) -> None:
-        """Commits as many blocks as the branch has private ones and there are tokens for."""
+        """Commits what the branch planned, then `tokens`, as far as it has private blocks for them."""
         if not self.branches:
             return
         branch = self.branches[choice % len(self.branches)]
         size = self.naive.block_size
+        tokens = branch.planned + tokens
         count = min(len(branch.private), len(tokens) // size)
         ragged = len(tokens) % size
         own, branch.private = branch.private[:count], branch.private[count:]
         spot = branch.spot
         done = self.real.extend(branch.ref, tokens[: count * size + ragged], own, priority=priority)
         full = spot.prefix + tokens[: count * size]
+        branch.planned = branch.planned[count * size :]
         table = self.naive.put(spot.tree, full, own, start=len(spot.prefix) // size, priority=priority)
         assert done.blocks == table
         self.naive.locks.remove(spot)
