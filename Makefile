@@ -40,6 +40,7 @@ format: setup    ## Let ruff rewrite what it can
 
 bench: setup     ## Every benchmark that needs no server
 	$(BIN)/phloem bench radix
+	$(BIN)/phloem bench reuse
 
 dist: setup       ## The wheel and the sdist, under dist/
 	rm -rf dist && $(BIN)/python -m build --outdir dist > /dev/null
