@@ -4,11 +4,14 @@ This is the part of the cache that deals in nodes. It keeps the tree, the pool a
 that each of its methods leaves all invariants of `RadixCache` standing. It knows no tokens but as bytes to store, no
 references, no statistics of admission.
 
-A node is in one of three states, and moves between them as locks come and go and as leaves are taken away below it::
+Seen from eviction, a node is in one of three states::
 
-                         lock                         last child goes
-      candidate  ◀──────────────────▶  locked      unlocked, ◀───────── has children
-    (unlocked leaf)     unlock     (lock_refs > 0)             graft
+                 lock                                       graft below
+    LOCKED ◀──────────────  CANDIDATE (unlocked leaf)  ──────────────────▶  INNER (unlocked, has children)
+           ──────────────▶                             ◀──────────────────
+                unlock                                   last child goes
+
+An inner node is locked and unlocked too, by locks on it or below it; it never leaves before its children.
 
 Time is a counter that ticks once per operation that moves recency, so that no two paths are used at the same time.
 """

@@ -137,13 +137,14 @@ class RadixTree:
         size = self.block_bytes
         position = 0
         blocks: list[int] = []
+        begins = query.startswith  # bound once: this loop is what a match of many nodes costs
         # A rest shorter than a block is no key of any dictionary, so the end of the query needs no case of its own.
         while (children := node.children) is not None:
             child = children.get(query[position : position + size])
             if child is None:
                 break
             edge = child.edge
-            if not query.startswith(edge, position):
+            if not begins(edge, position):
                 count = self._common_blocks(edge, query, position)
                 blocks += child.blocks[:count]
                 return Place(child, node.end + count, blocks)

@@ -20,7 +20,7 @@ class Shape:
     """The sizes of a workload, in tokens but for the counts."""
 
     num_paths: int
-    own_tokens: int = 288  # on average; from 3/4 to 5/4 of it
+    own_tokens: int = 304  # on average; from 3/4 to 5/4 of it
     num_systems: int = 16
     system_tokens: int = 256
     num_applications: int = 2_000
