@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from phloem.runtime.errors import ModelCorrupted
-from phloem.runtime.models.weights import weight_files
+from phloem.runtime.models.files import weight_files
 
 _SAMPLE_BYTES = 4096
 """Read from the beginning of each tensor: fine-tunes of one model have equal headers and differ in values."""

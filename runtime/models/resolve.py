@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from phloem.runtime.errors import ModelNotFound
+from phloem.runtime.errors import ModelError, ModelNotFound
 from phloem.runtime.models.builtin import BUILTIN_MODELS, fetch_builtin
 from phloem.runtime.models.cache_dir import cache_dir
+from phloem.runtime.models.files import weight_files
 from phloem.runtime.models.gguf import convert_to_cache
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
-_HUB_TIMEOUT_S = 8.0
+_HUB_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,6 @@ def resolve_model(name_or_path: str | Path) -> ResolvedModel:
 
 def _from_hub(repo_id: str) -> Path:
     try:
-        from huggingface_hub import snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     except ImportError as error:
         raise ModelNotFound(
@@ -77,7 +77,7 @@ def _from_hub(repo_id: str) -> Path:
         ) from error
     by_hand = "or download it elsewhere and pass its directory"
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=list(_HUB_FILES), etag_timeout=_HUB_TIMEOUT_S))
+        return _downloaded_before(repo_id) or _download(repo_id)
     except GatedRepoError as error:
         raise ModelNotFound(
             f"hub model {repo_id!r} is gated; accept its terms on the hub and run `hf auth login`, {by_hand}"
@@ -91,6 +91,28 @@ def _from_hub(repo_id: str) -> Path:
             f"{repo_id!r} is no local directory, and the hub can't be reached ({_first_line(error)}); check the "
             f"connection, {by_hand}. {_known()}"
         ) from error
+
+
+def _downloaded_before(repo_id: str) -> Path | None:
+    """The newest snapshot in huggingface_hub's own cache, if it is whole; it is not asked whether there is a newer one."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(repo_id, local_files_only=True))
+        weight_files(path)
+    except (LocalEntryNotFoundError, ModelError):
+        return None
+    whole = all((path / name).is_file() for name in ("config.json", "tokenizer.json"))
+    return path if whole else None
+
+
+def _download(repo_id: str) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    # snapshot_download asks the same first, but waits and retries for minutes where a network swallows packets
+    revision = HfApi().model_info(repo_id, timeout=_HUB_TIMEOUT_S).sha
+    return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(_HUB_FILES)))
 
 
 def _not_found(name: str, path: Path) -> str:

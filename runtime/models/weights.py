@@ -6,7 +6,6 @@ feature that the decoder would drop in silence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,9 +15,9 @@ import torch
 
 from phloem.runtime.errors import ModelCorrupted, ModelUnsupported
 from phloem.runtime.models.config import ModelConfig
+from phloem.runtime.models.files import weight_files
 
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-_WAY_OUT = "download this file again"
 _MAX_NAMED = 4
 
 
@@ -74,34 +73,10 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint
                 handle = stack.enter_context(safe_open(str(path), framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise ModelCorrupted(
-                    f"{path} ({path.stat().st_size} bytes) is damaged or cut short ({error}); delete it and {_WAY_OUT}"
+                    f"{path} ({path.stat().st_size} bytes) is damaged or cut short ({error}); delete it and download it again"
                 ) from error
             shards |= dict.fromkeys(handle.keys(), handle)
         yield Checkpoint(shards, config)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a model directory, in order of their names.
-
-    Raises:
-        ModelCorrupted: There are none, or the index names one that is missing.
-        ModelUnsupported: There are weights in another format only.
-    """
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if index.exists():
-        paths = sorted(directory / name for name in set(_read_weight_map(index).values()))
-        for path in paths:
-            if not path.is_file():
-                raise ModelCorrupted(f"{path} is missing, though {index.name} names it; {_WAY_OUT}")
-        return paths
-    if single.is_file():
-        return [single]
-    others = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in directory.glob(kind))
-    if others:
-        raise ModelUnsupported(
-            f"{directory} has {others[0]} but no .safetensors; convert the weights to safetensors"
-        )
-    raise ModelCorrupted(f"{directory} has no model.safetensors; download the model again")
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -165,13 +140,3 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:_MAX_NAMED])
     return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more tensors"
-
-
-def _read_weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map: object = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelCorrupted(f"{index} can't be read ({error!r}); {_WAY_OUT}") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelCorrupted(f"{index} has a weight_map that is no table of file names; {_WAY_OUT}")
-    return weight_map

@@ -113,7 +113,8 @@ def test_a_file_cut_short_says_to_delete_it(model: Path, keep: float) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
     with pytest.raises(
-        ModelCorrupted, match=r"model.safetensors .* is damaged or cut short .* delete it and download"
+        ModelCorrupted,
+        match=r"model.safetensors .* is damaged or cut short .* delete it and download it again",
     ):
         load_model(model)
 

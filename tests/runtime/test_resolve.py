@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from tiny_gguf import make_tiny_gguf
 from tiny_model import make_tiny_model
 
 from phloem.runtime.errors import ModelCorrupted, ModelNotFound, PhloemError
-from phloem.runtime.models import builtin
+from phloem.runtime.models import builtin, resolve
 from phloem.runtime.models.builtin import BUILTIN_MODELS, BuiltinModel, check_wheel, fetch_builtin
 from phloem.runtime.models.cache_dir import cache_dir
 from phloem.runtime.models.loading import load_model
@@ -97,6 +98,33 @@ def test_a_hub_id_without_network_fails_soon_and_says_what_to_do(
     ):
         resolve_model("someone/some-model")
     assert time.perf_counter() - begin_s < 15
+
+
+def test_a_hub_that_never_answers_is_given_up_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(resolve, "_HUB_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=50) as deaf:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        begin_s = time.perf_counter()
+        with pytest.raises(ModelNotFound, match="hub can't be reached"):
+            resolve_model("someone/some-model")
+        assert time.perf_counter() - begin_s < 10
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_hub_model_that_is_here_already_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder, commit = tmp_path / "hub" / "models--someone--some-model", "0" * 40
+    path = make_tiny_model(folder / "snapshots" / commit)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    found = resolve_model("someone/some-model")
+    assert (found.path, found.source) == (path, "hub")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match="hub can't be reached"):
+        resolve_model("someone/some-model")
 
 
 def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -72,9 +72,14 @@ class PathRunner:
 
     def greedy(self, path: int, token_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Prefill a path and decode `num_tokens` tokens, the likeliest each."""
-        logits = self.step({path: token_ids})[path]
-        output = [int(logits[-1].argmax())]
-        while len(output) < num_tokens:
-            logits = self.step({path: output[-1:]})[path]
-            output.append(int(logits[-1].argmax()))
-        return output
+        return self.greedy_batch({path: token_ids}, num_tokens)[path]
+
+    def greedy_batch(self, prompts: dict[int, Sequence[int]], num_tokens: int) -> dict[int, list[int]]:
+        """Prefill paths, each alone, and decode them together."""
+        logits = {path: self.step({path: token_ids})[path] for path, token_ids in prompts.items()}
+        outputs = {path: [int(rows[-1].argmax())] for path, rows in logits.items()}
+        for _ in range(num_tokens - 1):
+            logits = self.step({path: output[-1:] for path, output in outputs.items()})
+            for path, rows in logits.items():
+                outputs[path].append(int(rows[-1].argmax()))
+        return outputs
