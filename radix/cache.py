@@ -99,8 +99,6 @@ class RadixCache:
         """The order of eviction."""
         return self._residency.order.policy
 
-    # -- looking
-
     def match(self, namespace: Namespace, tokens: Tokens) -> PrefixMatch:
         """Finds the longest cached prefix of `tokens`. Changes nothing, not even recency.
 
@@ -155,8 +153,6 @@ class RadixCache:
         """
         check_residency(self._residency)
 
-    # -- locking
-
     def lock(self, ref: NodeRef) -> None:
         """Protects the path up to `ref` from eviction, until `unlock`. Counts. May split a node. O(nodes on the path).
 
@@ -175,8 +171,6 @@ class RadixCache:
             NotLocked: No lock is held at `ref`; nothing was changed.
         """
         self._residency.unlock(self._locked_node(ref))
-
-    # -- admission
 
     def acquire(self, namespace: Namespace, tokens: Tokens, *, num_blocks: int, priority: int = 0) -> Grip:
         """Matches, locks and allocates as one step: all of it, or nothing. May split a node; may evict.
@@ -239,8 +233,6 @@ class RadixCache:
                 was given back.
         """
         self.pool.free(blocks)
-
-    # -- committing
 
     def insert(
         self, namespace: Namespace, tokens: Tokens, blocks: Sequence[int], *, priority: int = 0
@@ -311,8 +303,6 @@ class RadixCache:
         self._discard_duplicates(own[:kept])
         return InsertResult(blocks=place.blocks + own[kept:], node=self._ref(node, node.end))
 
-    # -- losing
-
     def evict(self, count: int) -> int:
         """Evicts up to `count` blocks in the policy's order, and says how many: all it can. O(log n) per node.
 
@@ -342,8 +332,6 @@ class RadixCache:
         before = self.pool.num_free
         locked = sum(self._residency.clear(root) for root in roots)
         return ClearResult(num_freed=self.pool.num_free - before, num_locked=locked)
-
-    # -- places and references
 
     def _ref(self, node: Node, num_blocks: int) -> NodeRef:
         if num_blocks == 0:
@@ -382,8 +370,6 @@ class RadixCache:
                 f"{len(query) // TOKEN_BYTES} tokens fill {count} blocks of {self.block_size}, not {len(blocks)}"
             )
         return query[: count * self._tree.block_bytes], list(blocks)
-
-    # -- blocks and counters
 
     def _take(self, count: int) -> list[int]:
         self.evict(max(0, count - self.pool.num_free))

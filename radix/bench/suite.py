@@ -62,9 +62,6 @@ def run(*, quick: bool = False, progress: Progress = lambda message: None) -> li
     return rows + _contrast(sizes)
 
 
-# -- one long path
-
-
 def _long_path(sizes: _Sizes, progress: Progress) -> list[Row]:
     progress(f"one path of {sizes.long_tokens:,} tokens")
     path = random_path(sizes.long_tokens, seed=1)
@@ -108,9 +105,6 @@ def _long_cache(path: bytes, *, num_nodes: int) -> RadixCache:
         cache.lock(ref)
         cache.unlock(ref)
     return cache
-
-
-# -- many paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +193,6 @@ def _measure(bed: _Bed, number: int) -> dict[str, float]:
         "insert": median_us(lambda i: cache.insert(NAMESPACE, fresh[i], tables[i]), range(len(fresh))),
         EVICT: median_us(lambda _: cache.evict(EVICTED_BLOCKS), range(5)),
     }
-
-
-# -- other indices
 
 
 def _contrast(sizes: _Sizes) -> list[Row]:

@@ -49,9 +49,6 @@ def numbers(count: int, start: int = 0) -> list[int]:
     return list(range(start, start + count))
 
 
-# -- keys and matching
-
-
 def test_b01_second_prompt_hits_all_but_the_last_token(cache):
     prompt = numbers(17)
     put(cache, prompt)
@@ -173,9 +170,6 @@ def test_b07_the_same_block_content_at_two_positions_is_two_blocks():
     assert cache.match(NS, [1, 2, 3, 4, 1, 2, 3, 4]).blocks == done.blocks
     assert cache.evict(1) == 1
     assert cache.match(NS, [1, 2, 3, 4, 1, 2, 3, 4]).blocks == done.blocks[:1]
-
-
-# -- insert, split, duplicates
 
 
 def test_b08_a_path_caches_its_full_blocks_and_grows_by_one(cache):
@@ -303,9 +297,6 @@ def test_b13_a_chain_of_ten_thousand_nodes_works():
     cache.check()
     cache.insert(NS, path, cache.allocate(depth))
     assert cache.evict(depth + 1) == depth
-
-
-# -- locks, admission, eviction
 
 
 def test_b14_a_lock_protects_a_node_and_what_is_above_it_but_no_sibling():

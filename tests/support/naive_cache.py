@@ -62,8 +62,6 @@ class NaiveCache:
     clock: int = 0
     next_tree: int = 0
 
-    # -- looking
-
     @property
     def free(self) -> set[int]:
         cached = {record.block for record in self.records.values()}
@@ -123,8 +121,6 @@ class NaiveCache:
     def room(self, *, beside: list[Record]) -> int:
         hit = {id(record) for record in beside}
         return len(self.free) + sum(id(self.records[key]) not in hit for key in self.unlocked())
-
-    # -- changing
 
     def evict(self, count: int) -> int:
         for done in range(count):
@@ -209,8 +205,6 @@ class Mirror:
         self.branches: list[Branch] = []
         self.refs: list[tuple[NodeRef, Spot]] = []
         self.locks: list[tuple[NodeRef, Spot]] = []
-
-    # -- operations
 
     def match(self, namespace: Namespace, tokens: Tokens) -> None:
         tree = self.naive.tree_of(namespace)
@@ -394,8 +388,6 @@ class Mirror:
             self.release(0)
         while self.locks:
             self.unlock(0)
-
-    # -- comparison
 
     def compare(self) -> None:
         """Every invariant of the real cache, and equality of all that both hold."""
