@@ -17,9 +17,22 @@ class Row:
     count: int
 
     @property
+    def end(self) -> int:
+        """Where the row ends in its path."""
+        return self.start + self.count
+
+    @property
     def samples(self) -> bool:
         """Whether the row reaches the end of the known tokens, so that the next one is sampled."""
-        return self.start + self.count == len(self.request.tokens)
+        return self.request.samples and self.end == len(self.request.tokens)
+
+    @property
+    def logits_start(self) -> int:
+        """The first position of the row whose logits are needed; `end` when none are."""
+        wanted = self.request.logits_from
+        if wanted is not None:
+            return min(max(wanted, self.start), self.end)
+        return self.end - 1 if self.samples else self.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,9 @@ class Batch:
 
     rows: list[Row] = field(default_factory=list)
     copies: list[RowCopy] = field(default_factory=list)
+    computed: list[Request] = field(default_factory=list)
+    """Requests that were admitted and have nothing to compute, since the cache has it all."""
+
     refused: list[Refusal] = field(default_factory=list)
 
     @property

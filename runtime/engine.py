@@ -29,6 +29,8 @@ from phloem.runtime.models.loading import LoadedModel, load_model
 from phloem.runtime.models.resolve import resolve_model
 from phloem.runtime.output import OutputStream
 from phloem.runtime.outputs import Chunk, Completion, EngineStats
+from phloem.runtime.path import Path as TokenPath
+from phloem.runtime.path_cache import PathCache
 from phloem.runtime.progress import track
 from phloem.runtime.prompts import Prompt, as_prompts, encode
 from phloem.runtime.request import Request
@@ -170,11 +172,11 @@ class Engine:
         Raises:
             InvariantError: One does not hold: a bug of phloem's own.
         """
-        self._loop.call(self._loop.scheduler.cache.check).result()
+        self._loop.call(self._loop.scheduler.paths.cache.check).result()
 
     def clear_cache(self) -> None:
         """Forget every cached prefix. Requests under way keep what they use until they end."""
-        self._loop.call(self._loop.scheduler.cache.clear).result()
+        self._loop.call(self._loop.scheduler.paths.cache.clear).result()
 
     def close(self) -> None:
         """End what runs, with :class:`EngineClosed`, and the engine's thread. May be called twice."""
@@ -217,8 +219,7 @@ class Engine:
         limit = self.max_model_len
         return Request(
             id=str(next(self._request_numbers)),
-            namespace=self._namespace(namespace),
-            tokens=tokens,
+            path=TokenPath(self._namespace(namespace), tokens),
             params=params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             max_len=limit if params.max_tokens is None else min(limit, len(tokens) + params.max_tokens),
@@ -300,10 +301,9 @@ def _make_scheduler(store: PagedKVStore, config: EngineConfig) -> Scheduler:
         BlockPool(store.num_blocks), block_size=store.block_size, policy=config.eviction_policy
     )
     return Scheduler(
-        cache,
+        PathCache(cache, prefix_cache=config.prefix_cache),
         max_running=config.max_running,
         max_step_tokens=config.max_step_tokens,
-        prefix_cache=config.prefix_cache,
     )
 
 

@@ -20,6 +20,7 @@ from phloem.runtime.errors import CacheFull, EngineClosed, StepFailed
 from phloem.runtime.model_runner import ModelRunner, RowResult
 from phloem.runtime.output import OutputStream
 from phloem.runtime.outputs import EngineStats
+from phloem.runtime.request import Request
 from phloem.runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """Counters of the loop and of what it owns. Only for the engine's thread: go through `call`."""
         return EngineStats(
-            cache=self.scheduler.cache.stats(),
+            cache=self.scheduler.paths.cache.stats(),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             steps=self._steps,
@@ -133,6 +134,8 @@ class EngineLoop:
         batch = self.scheduler.schedule()
         for refusal in batch.refused:
             self._streams.pop(refusal.request.id).fail(refusal.error)
+        for request in batch.computed:
+            self._finish_computed(request)
         if not batch.rows:
             return
         try:
@@ -151,8 +154,17 @@ class EngineLoop:
                 self._fail(result.row.request.id, StepFailed("the model's numbers became NaN or infinite"))
         self.scheduler.commit([result.row for result in results if result.is_finite])
         for result in results:
+            request = result.row.request
             if result.token_id is not None:
-                self._deliver(result.row.request.id, result.token_id)
+                self._deliver(request.id, result.token_id)
+            elif result.is_finite and not request.samples and request.num_pending == 0:
+                self._finish_computed(request)
+
+    def _finish_computed(self, request: Request) -> None:
+        """End a request that samples nothing: all of its path is computed now."""
+        stream = self._streams.pop(request.id)
+        self.scheduler.finish(request)
+        stream.complete()
 
     def _deliver(self, request_id: str, token_id: int) -> None:
         stream = self._streams[request_id]

@@ -61,7 +61,7 @@ class ModelRunner:
     def _forward(self, rows: Sequence[Row]) -> Tensor:
         """Run the decoder over all rows; return the hidden state of each row's last token, `[num_rows, hidden_size]`."""
         plan = AttentionPlan.from_rows(
-            [PlanRow(row.request.block_table, row.start, row.count) for row in rows],
+            [PlanRow(row.request.path.block_table, row.start, row.count) for row in rows],
             block_size=self.store.block_size,
         )
         self.attention.plan(plan)
@@ -84,4 +84,6 @@ class ModelRunner:
         params = request.params
         num_output = len(request.tokens) - request.num_prompt_tokens
         banned = (*self.eos_ids, *params.stop_token_ids) if num_output < params.min_tokens else ()
-        return SamplingRow(params, request.seed, position=len(request.tokens), banned_ids=banned)
+        return SamplingRow(
+            params, request.seed, request.child_index, position=len(request.tokens), banned_ids=banned
+        )

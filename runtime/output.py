@@ -43,6 +43,11 @@ class OutputStream:
         else:
             self._end(text, [token_id])
 
+    def complete(self) -> None:
+        """End the output of a request that was to compute its path and sample nothing."""
+        self.finish_reason = "length"
+        self._end("", [])
+
     def abort(self) -> None:
         """End the output here, keeping what there is."""
         self.finish_reason = "abort"

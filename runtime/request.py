@@ -1,14 +1,11 @@
-"""A request: one path of tokens on its way through the scheduler.
+"""A request: tokens to compute on one path, and how many to generate. What it holds of the KV is its path's (`path.py`).
 
-Its tokens fall into three half-open intervals, and each has one owner of the KV::
+A step computes the first `count` of the path's known, uncomputed tokens. When that reaches the end, it samples one more. So a
+prefill chunk and a decode are the same thing, and so is the resumption of a preempted request, whose known tokens include
+what it had generated.
 
-    [0, committed)          whole blocks in the tree, locked by this request through `ref`
-    [committed, computed)   KV written, in private blocks of this request (at rest: less than one block)
-    [computed, len(tokens)) known tokens that no step has run yet: a prompt's rest, or the token just sampled
-
-A step computes the first `count` tokens of the third interval. When that reaches the end, the step samples
-one more token. So a prefill chunk and a decode are the same thing, and so is the resumption of a preempted request,
-whose known tokens include what it had generated.
+A request that does not sample computes its path up to the last token, whose KV only a following token would need: that
+prefills a branch, or scores a continuation.
 """
 
 from __future__ import annotations
@@ -17,7 +14,8 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
-from phloem.radix import Namespace, NodeRef
+from phloem.radix import Namespace
+from phloem.runtime.path import Path
 from phloem.runtime.sampling_params import SamplingParams
 
 
@@ -31,17 +29,23 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One generation. The scheduler alone changes it, but for `tokens`, which the engine appends to."""
+    """One computation on a path. The scheduler alone changes it, but for the path's tokens, which the engine appends to."""
 
     id: str
-    namespace: Namespace
-    tokens: array[int]
-    """The whole path, prompt and output, as int32."""
-
+    path: Path
     params: SamplingParams
     seed: int
     max_len: int
     """Length of the path at which it ends: prompt and `max_tokens`, or the context."""
+
+    child_index: int = 0
+    """Which of several children of one prompt this is: part of what its draws depend on."""
+
+    logits_from: int | None = None
+    """First position whose logits are wanted, for log-probabilities of known tokens. None: only those that are sampled from."""
+
+    keeps_path: bool = False
+    """Whether the path stays resident (idle) after the end, for the branch that it belongs to."""
 
     num_prompt_tokens: int = field(init=False)
     packed_prompt: bytes = field(init=False)
@@ -51,33 +55,50 @@ class Request:
     arrival: int = -1
     """Order of arrival, kept over preemptions; the scheduler sets it."""
 
-    block_table: list[int] = field(default_factory=list)
-    ref: NodeRef | None = None
-    """The locked end of the committed interval; None while nothing is held."""
-
-    num_committed: int = 0
-    """Tokens; a multiple of the block size."""
-
-    num_computed: int = 0
     cached_tokens: int = 0
-    """Prompt tokens found in the tree when first admitted. Later hits, after a preemption, are not counted."""
+    """Prompt tokens that needed no computing when it was first admitted. Hits after a preemption are not counted."""
 
     num_preemptions: int = 0
     hold: Hold | None = None
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.tokens)
-        self.packed_prompt = self.tokens.tobytes()
+        self.num_prompt_tokens = len(self.path.tokens)
+        self.packed_prompt = self.path.tokens.tobytes()
+
+    @property
+    def tokens(self) -> array[int]:
+        """The path's tokens."""
+        return self.path.tokens
+
+    @property
+    def namespace(self) -> Namespace:
+        """The path's namespace."""
+        return self.path.namespace
+
+    @property
+    def samples(self) -> bool:
+        """Whether it generates tokens."""
+        return self.max_len > self.num_prompt_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        """How many of the known tokens will be computed: all, but for the last one when nothing follows it."""
+        return len(self.path.tokens) if self.samples else len(self.path.tokens) - 1
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are known but not computed."""
-        return len(self.tokens) - self.num_computed
+        """Tokens that are known and not computed, and will be."""
+        return self.num_to_compute - self.path.num_computed
+
+    @property
+    def reusable(self) -> int:
+        """How many of the first tokens may come from the cache (rule 5): not those whose logits are wanted."""
+        return self.num_to_compute - self.samples if self.logits_from is None else self.logits_from
 
     @property
     def output_ids(self) -> list[int]:
         """The tokens generated so far."""
-        return self.tokens[self.num_prompt_tokens :].tolist()
+        return self.path.tokens[self.num_prompt_tokens :].tolist()
 
 
 @dataclass(frozen=True, slots=True)

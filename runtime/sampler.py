@@ -1,6 +1,6 @@
 """From logits to tokens.
 
-Each row is handled alone, and its draw is a function of (seed, position): a request gives the same tokens in any company.
+Each row is handled alone, and its draw is a function of (seed, child, position): a request gives the same tokens in any company.
 The counter-based generator is Philox (Salmon et al., 2011), as numpy implements it.
 """
 
@@ -27,6 +27,7 @@ class SamplingRow:
 
     params: SamplingParams
     seed: int
+    child_index: int
     position: int
     """Of the token to be sampled, in its path."""
 
@@ -66,7 +67,7 @@ def _draw(logits: Tensor, row: SamplingRow) -> int:
     if params.min_p > 0.0:
         probabilities = probabilities.where(probabilities >= params.min_p * probabilities.max(), 0.0)
     cumulative = probabilities.double().cumsum(dim=-1)
-    target = _uniform(row.seed, row.position) * cumulative[-1]
+    target = _uniform(row) * cumulative[-1]
     # `right`: the first entry above the target, so that a token of probability 0 is never drawn.
     chosen = int(torch.searchsorted(cumulative, target, right=True))
     chosen = min(chosen, int(probabilities.nonzero()[-1]))
@@ -83,6 +84,7 @@ def _top_p(probabilities: Tensor, top_p: float) -> Tensor:
     return ids[: max(1, int((before < top_p).sum()))]
 
 
-def _uniform(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that belongs to (seed, position)."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+def _uniform(row: SamplingRow) -> float:
+    """Return the number in [0, 1) that belongs to (seed, child, position)."""
+    bits = np.random.Philox(key=[row.seed, row.child_index], counter=row.position)
+    return float(np.random.Generator(bits).random())

@@ -1,4 +1,4 @@
-"""Which tokens the next step computes, and what the cache keeps of it. The only caller of RadixCache.
+"""Which tokens the next step computes.
 
 A request moves through three phases::
 
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from phloem.radix import OutOfBlocks, RadixCache
-from phloem.runtime.batch import Batch, Refusal, Row, RowCopy
+from phloem.radix import OutOfBlocks
+from phloem.runtime.batch import Batch, Refusal, Row
 from phloem.runtime.errors import CacheFull
+from phloem.runtime.path_cache import PathCache
 from phloem.runtime.request import Hold, Phase, Request
 
 TOKEN_BYTES = 4
@@ -26,18 +27,15 @@ TOKEN_BYTES = 4
 class Scheduler:
     """Continuous batching over a radix cache: decodes first, then chunks of prefill, within a budget of tokens.
 
-    Owns every request's phase, block table and lock. Requests are admitted first come, first served; a request whose next
-    block is being computed for another one is passed over until that block is there.
+    Owns every request's phase. Requests are admitted first come, first served; a request whose next block is being computed for
+    another one is passed over until that block is there.
     """
 
-    def __init__(
-        self, cache: RadixCache, *, max_running: int, max_step_tokens: int, prefix_cache: bool = True
-    ) -> None:
-        self.cache = cache
-        self.block_size = cache.block_size
+    def __init__(self, paths: PathCache, *, max_running: int, max_step_tokens: int) -> None:
+        self.paths = paths
+        self.block_size = paths.block_size
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
-        self.prefix_cache = prefix_cache
         self.waiting: list[Request] = []
         """In order of arrival."""
         self.running: list[Request] = []
@@ -56,11 +54,12 @@ class Scheduler:
         Raises:
             CacheFull: It needs more blocks than the pool has.
         """
-        needed = self._blocks_for(len(request.tokens))
-        if needed > self.cache.pool.num_blocks:
+        needed = self.paths.blocks_for(len(request.tokens))
+        num_blocks = self.paths.cache.pool.num_blocks
+        if needed > num_blocks:
             raise CacheFull(
                 f"the prompt of {len(request.tokens)} tokens needs {needed} blocks of {self.block_size} tokens, and the pool has "
-                f"{self.cache.pool.num_blocks}; shorten it or raise num_blocks (or kv_memory_bytes)"
+                f"{num_blocks}; shorten it or raise num_blocks (or kv_memory_bytes)"
             )
         request.arrival = self._arrivals
         self._arrivals += 1
@@ -79,7 +78,7 @@ class Scheduler:
             if budget == 0:
                 break
             # An older request may have preempted this one since the list was made.
-            if request.phase is Phase.RUNNING and self._grow(request):
+            if request.phase is Phase.RUNNING and self._grow(request, batch):
                 budget -= self._add_row(batch, request, budget)
         if self.preemptions == preempted:
             self._admit_waiting(batch, budget)
@@ -88,18 +87,20 @@ class Scheduler:
     def commit(self, rows: Iterable[Row]) -> None:
         """Record that a step has computed these rows, and put the blocks which that filled into the tree."""
         for row in rows:
-            request = row.request
-            request.num_computed = row.start + row.count
-            if self.prefix_cache:
-                self._commit_full_blocks(request)
+            self.paths.commit(row.request.path, row.end)
 
     def finish(self, request: Request) -> None:
-        """End a request in any phase: its lock and its private blocks go; what it committed stays in the tree."""
+        """End a request in any phase. Its path is released, or parked for the branch that keeps it; a second call does nothing."""
+        if request.phase is Phase.FINISHED:
+            return
         if request.phase is Phase.RUNNING:
             self.running.remove(request)
-            self._let_go(request)
-        elif request.phase is Phase.WAITING:
+            if request.keeps_path:
+                self.paths.park(request.path)
+        else:
             self.waiting.remove(request)
+        if not request.keeps_path:
+            self.paths.release(request.path)
         request.phase = Phase.FINISHED
 
     # Running requests
@@ -110,44 +111,32 @@ class Scheduler:
 
     def _add_row(self, batch: Batch, request: Request, budget: int) -> int:
         count = min(request.num_pending, budget)
-        batch.rows.append(Row(request, request.num_computed, count))
+        batch.rows.append(Row(request, request.path.num_computed, count))
         return count
 
-    def _grow(self, request: Request) -> bool:
+    def _grow(self, request: Request, batch: Batch) -> bool:
         """Give a request room for all its known tokens, preempting younger ones if need be. False: it was preempted itself.
 
-        Only a decode grows (admission allocates for the whole prompt), and decodes are visited in order of arrival: a
-        younger request has no row in this step's batch yet, and can still be preempted.
+        Mostly it is a decode that grows: admission allocates for the whole prompt.
         """
-        short = self._blocks_for(len(request.tokens)) - len(request.block_table)
-        if short <= 0:
-            return True
         while True:
             try:
-                request.block_table += self.cache.allocate(short)
+                batch.copies += self.paths.grow(request.path, request.num_to_compute)
                 return True
             except OutOfBlocks:
                 victim = self.running[-1]
                 self._preempt(victim)
+                batch.rows = [row for row in batch.rows if row.request is not victim]
                 if victim is request:
                     return False
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
-        self._let_go(request)
+        self.paths.release(request.path)
         request.phase = Phase.WAITING
         _insert_by_arrival(self.waiting, request)
         request.num_preemptions += 1
         self.preemptions += 1
-
-    def _let_go(self, request: Request) -> None:
-        """Return what a running request holds: the lock on its committed blocks, and its private blocks."""
-        if request.ref is not None:
-            self.cache.unlock(request.ref)
-        self.cache.free(request.block_table[request.num_committed // self.block_size :])
-        request.ref = None
-        request.block_table = []
-        request.num_committed = request.num_computed = 0
 
     # Admission
 
@@ -160,15 +149,17 @@ class Scheduler:
             if not self._admit(request, batch):
                 # First come, first served: nobody overtakes a request that waits for memory.
                 return
-            budget -= self._add_row(batch, request, budget)
+            if request.num_pending > 0:
+                budget -= self._add_row(batch, request, budget)
+            else:
+                batch.computed.append(request)
 
     def _admit(self, request: Request, batch: Batch) -> bool:
-        """Lock the request's cached prefix and allocate the rest, or change nothing and return False."""
+        """Lock the request's cached prefix and allocate the rest. False: it can't run now, or was refused for good."""
         try:
-            if self.prefix_cache:
-                self._acquire(request, batch)
-            else:
-                request.block_table = self.cache.allocate(self._blocks_for(len(request.tokens)))
+            copies = self.paths.admit(
+                request.path, reusable=request.reusable, num_tokens=request.num_to_compute
+            )
         except OutOfBlocks as error:
             if not self.running:
                 # Nothing will free a block by itself, so waiting would be for ever.
@@ -177,34 +168,22 @@ class Scheduler:
                     Refusal(request, CacheFull(f"request {request.id} cannot start: {error}"))
                 )
             return False
+        batch.copies += copies
         self.waiting.remove(request)
         request.phase = Phase.RUNNING
         _insert_by_arrival(self.running, request)
-        return True
-
-    def _acquire(self, request: Request, batch: Batch) -> None:
-        with memoryview(request.tokens) as tokens:
-            # The last token must run to give logits (rule 5).
-            grip = self.cache.acquire(
-                request.namespace, tokens[:-1], num_blocks=self._blocks_for(len(request.tokens))
-            )
-        request.ref = grip.node
-        request.block_table = [*grip.blocks, *grip.new_blocks]
-        request.num_committed = grip.num_tokens
-        request.num_computed = grip.num_tokens + grip.tail_tokens
-        if grip.tail_block is not None:
-            batch.copies.append(RowCopy(grip.tail_block, grip.new_blocks[0], grip.tail_tokens))
         if request.num_preemptions == 0:
-            request.cached_tokens = request.num_computed
+            request.cached_tokens = request.path.num_computed
+        return True
 
     # Twins wait (rule 9)
 
     def _is_held(self, request: Request) -> bool:
         """Whether the block that the request needs next is being computed for a running one."""
-        if not self.prefix_cache:
+        if not self.paths.prefix_cache or request.num_pending < self.block_size:
             return False
         hold = request.hold
-        if hold and hold.producer.phase is Phase.RUNNING and hold.producer.num_committed < hold.until:
+        if hold and hold.producer.phase is Phase.RUNNING and hold.producer.path.num_committed < hold.until:
             return True
         request.hold = self._find_hold(request)
         return request.hold is not None
@@ -212,41 +191,23 @@ class Scheduler:
     def _find_hold(self, request: Request) -> Hold | None:
         if not any(other.num_pending > 0 for other in self.running):
             return None
-        wanted = len(request.packed_prompt) // TOKEN_BYTES - 1
+        wanted = min(request.reusable, request.num_prompt_tokens)
+        hit = max(request.path.num_committed, self.paths.cached_tokens(request.path, reusable=wanted))
+        if hit >= wanted:
+            return None
+        end = hit + self.block_size
         with memoryview(request.packed_prompt) as prompt:
-            hit = self.cache.match(request.namespace, prompt[: wanted * TOKEN_BYTES]).num_tokens
-            if hit == wanted:
-                return None
-            end = hit + self.block_size
             needed = prompt[: end * TOKEN_BYTES]
             for other in self.running:
-                will_commit = other.num_committed < end <= len(other.tokens)
+                will_commit = other.path.num_committed < end <= other.num_to_compute
                 if will_commit and other.namespace == request.namespace and _starts_with(other, needed):
                     return Hold(other, until=end)
         return None
 
-    # Commit
-
-    def _commit_full_blocks(self, request: Request) -> None:
-        """Hand the blocks that are now full to the tree, and adopt the tree's where it has them already (rule 8)."""
-        start, end = request.num_committed, request.num_computed - request.num_computed % self.block_size
-        if end == start:
-            return
-        first, last = start // self.block_size, end // self.block_size
-        assert request.ref is not None
-        done = self.cache.extend(request.ref, request.tokens[start:end], request.block_table[first:last])
-        request.ref = done.node
-        request.block_table[first:last] = done.blocks
-        request.num_committed = end
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
 
 def _starts_with(request: Request, prefix: memoryview) -> bool:
     """Whether the known tokens of a request start with `prefix`. A memory compare."""
-    in_prompt = len(request.packed_prompt)
-    if len(prefix) <= in_prompt:
+    if len(prefix) <= len(request.packed_prompt):
         return request.packed_prompt.startswith(prefix)
     with memoryview(request.tokens).cast("B") as path:
         return path[: len(prefix)].tobytes().startswith(prefix)

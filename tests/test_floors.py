@@ -23,10 +23,12 @@ ALLOWED = {
     "phloem.runtime.models": ("phloem.kernels", "phloem.runtime.models", "phloem.runtime.errors",
                               "phloem.runtime.tokenizer", "phloem.runtime.progress"),
     "phloem.runtime.scheduler": ("phloem.radix", "phloem.runtime.batch", "phloem.runtime.errors",
-                                 "phloem.runtime.request"),
+                                 "phloem.runtime.path_cache", "phloem.runtime.request"),
+    "phloem.runtime.path_cache": ("phloem.radix", "phloem.runtime.batch", "phloem.runtime.path"),
+    "phloem.runtime.path": ("phloem.radix",),
     "phloem.runtime.model_runner": ("phloem.kernels", "phloem.runtime.batch", "phloem.runtime.models",
                                     "phloem.runtime.request", "phloem.runtime.sampler"),
-    "phloem.runtime.request": ("phloem.radix", "phloem.runtime.sampling_params"),
+    "phloem.runtime.request": ("phloem.radix", "phloem.runtime.path", "phloem.runtime.sampling_params"),
     "phloem.runtime.sampling_params": ("phloem.runtime.errors",),
     "phloem.runtime.errors": (),
     "phloem.runtime.cli": ("phloem.runtime", "phloem.radix", "phloem.kernels"),
@@ -81,7 +83,8 @@ def test_only_the_scheduler_calls_the_cache_and_only_the_runner_owns_tensors() -
     }
     outside = {module for module in users["torch"] if within(module, ("phloem.radix",))}
     assert not outside
-    for module in ("phloem.runtime.scheduler", "phloem.runtime.request", "phloem.runtime.batch"):
+    for module in ("scheduler", "path_cache", "path", "request", "batch"):
+        module = f"phloem.runtime.{module}"
         assert module not in users["torch"]
         assert module not in users["phloem.kernels.kv_store"]
 

@@ -11,13 +11,13 @@ from phloem.runtime.sampler import SamplingRow, sample
 
 
 def draws(logits: torch.Tensor, params: SamplingParams, count: int, *, seed: int = 1) -> Counter[int]:
-    rows = [SamplingRow(params, seed, position) for position in range(count)]
+    rows = [SamplingRow(params, seed, 0, position) for position in range(count)]
     return Counter(sample(logits.repeat(count, 1), rows))
 
 
 def test_greedy_takes_the_likeliest_and_the_first_of_equals() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
-    assert sample(logits, [SamplingRow(SamplingParams(temperature=0), 0, 0)]) == [1]
+    assert sample(logits, [SamplingRow(SamplingParams(temperature=0), 0, 0, 0)]) == [1]
 
 
 def test_draws_follow_the_probabilities() -> None:
@@ -73,7 +73,7 @@ def test_filters_combine() -> None:
 def test_a_draw_does_not_depend_on_its_batch_mates() -> None:
     torch.manual_seed(0)
     logits = torch.randn(8, 100)
-    rows = [SamplingRow(SamplingParams(top_p=0.9), seed, 5) for seed in range(8)]
+    rows = [SamplingRow(SamplingParams(top_p=0.9), seed, 0, 5) for seed in range(8)]
     together = sample(logits.clone(), rows)
     alone = [sample(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(8)]
     backwards = sample(logits.flip(0).clone(), rows[::-1])[::-1]
@@ -82,8 +82,10 @@ def test_a_draw_does_not_depend_on_its_batch_mates() -> None:
 
 def test_seeds_and_positions_give_different_draws() -> None:
     logits = torch.zeros(1, 1000)
-    by_seed = {sample(logits, [SamplingRow(SamplingParams(), seed, 0)])[0] for seed in range(50)}
-    by_position = {sample(logits, [SamplingRow(SamplingParams(), 0, position)])[0] for position in range(50)}
+    by_seed = {sample(logits, [SamplingRow(SamplingParams(), seed, 0, 0)])[0] for seed in range(50)}
+    by_position = {
+        sample(logits, [SamplingRow(SamplingParams(), 0, 0, position)])[0] for position in range(50)
+    }
     assert len(by_seed) > 40
     assert len(by_position) > 40
 
@@ -92,4 +94,4 @@ def test_banned_tokens_are_never_drawn() -> None:
     logits = torch.tensor([[9.0, 1.0, 0.0]])
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature)
-        assert 0 not in {sample(logits.clone(), [SamplingRow(params, s, 0, (0,))])[0] for s in range(50)}
+        assert 0 not in {sample(logits.clone(), [SamplingRow(params, s, 0, 0, (0,))])[0] for s in range(50)}

@@ -17,6 +17,8 @@ from phloem.runtime import SamplingParams
 from phloem.runtime.model_runner import ModelRunner
 from phloem.runtime.models.decoder import Decoder
 from phloem.runtime.models.loading import LoadedModel, load_model
+from phloem.runtime.path import Path as TokenPath
+from phloem.runtime.path_cache import PathCache
 from phloem.runtime.request import Request
 from phloem.runtime.scheduler import Scheduler
 
@@ -71,14 +73,15 @@ class Lab:
     ) -> Scheduler:
         limits: dict[str, int | bool] = {"max_running": 8, "max_step_tokens": 64, **options}
         pool = BlockPool(num_blocks or self.store.num_blocks)
-        return Scheduler(RadixCache(pool, block_size=self.store.block_size, policy=policy), **limits)
+        cache = RadixCache(pool, block_size=self.store.block_size, policy=policy)
+        return Scheduler(PathCache(cache, prefix_cache=bool(limits.pop("prefix_cache", True))), **limits)
 
     def request(
         self, name: str, tokens: Sequence[int], *, max_tokens: int, salt: str | None, seed: int | None
     ) -> Request:
         temperature = 0.0 if seed is None else 1.0
         return Request(
-            id=name, namespace=Namespace(salt=salt), tokens=array("i", tokens),
+            id=name, path=TokenPath(Namespace(salt=salt), array("i", tokens)),
             params=SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True),
             seed=seed or 0, max_len=len(tokens) + max_tokens,
         )  # fmt: skip
@@ -99,7 +102,7 @@ class Lab:
                 request.tokens.append(result.token_id)
                 if len(request.tokens) >= request.max_len:
                     scheduler.finish(request)
-        scheduler.cache.check()
+        scheduler.paths.cache.check()
 
     def alone(self, request: Request) -> Outcome:
         """The same request with nothing around it, the cache off, and its prompt in one piece."""
@@ -161,7 +164,7 @@ def run_program(lab: Lab, seed: int, *, num_requests: int, longest: int) -> Repo
             aborted.add(victim)
     while scheduler.has_work:
         lab.step(scheduler, outcomes)
-    stats = scheduler.cache.stats()
+    stats = scheduler.paths.cache.stats()
     assert stats.locked == stats.private == 0
     whole = [outcome for name, outcome in outcomes.items() if name not in aborted]
     for outcome in whole:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from phloem.radix import BlockPool, Namespace, RadixCache
 from phloem.runtime import SamplingParams
 from phloem.runtime.batch import Batch
+from phloem.runtime.path import Path
+from phloem.runtime.path_cache import PathCache
 from phloem.runtime.request import Phase, Request
 from phloem.runtime.scheduler import Scheduler
 
@@ -41,7 +43,8 @@ class Stepper:
     ) -> None:
         limits: dict[str, int | bool] = {"max_running": 8, "max_step_tokens": 64, **options}
         self.cache = RadixCache(BlockPool(num_blocks), block_size=block_size, policy=policy)
-        self.scheduler = Scheduler(self.cache, **limits)
+        self.paths = PathCache(self.cache, prefix_cache=bool(limits.pop("prefix_cache", True)))
+        self.scheduler = Scheduler(self.paths, **limits)
         self.vocabulary = vocabulary
         self.memory: dict[tuple[int, int], int] = {}
         self.computed = 0
@@ -53,8 +56,7 @@ class Stepper:
     ) -> Request:
         request = Request(
             id=name,
-            namespace=Namespace(salt=salt),
-            tokens=array("i", tokens),
+            path=Path(Namespace(salt=salt), array("i", tokens)),
             params=SamplingParams(max_tokens=max_tokens),
             seed=0,
             max_len=len(tokens) + max_tokens,
@@ -106,7 +108,7 @@ class Stepper:
 
     def _slot(self, request: Request, position: int) -> tuple[int, int]:
         block, offset = divmod(position, self.cache.block_size)
-        return request.block_table[block], offset
+        return request.path.block_table[block], offset
 
     def _check_reads(self, request: Request, end: int) -> None:
         expected = digests(request.namespace, request.tokens[:end])

@@ -1,0 +1,229 @@
+"""What live paths hold of the radix cache: admission, growth, commit, fork, suspension. The only caller of RadixCache.
+
+Paths are *active* (a request runs on them) or *idle* (a branch keeps them for later). When memory is short, the idle path that was
+used longest ago is suspended first. That costs its owner a few recomputed tokens, since its whole blocks stay in the tree until
+somebody needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from phloem.radix import OutOfBlocks, RadixCache
+from phloem.runtime.batch import RowCopy
+from phloem.runtime.path import Path, SharedTail
+
+Result = TypeVar("Result")
+
+
+class PathCache:
+    """Owner of every path's block table, lock and tail.
+
+    With `prefix_cache` off, paths hold private blocks only: nothing is matched, committed or shared.
+    """
+
+    def __init__(self, cache: RadixCache, *, prefix_cache: bool = True) -> None:
+        self.cache = cache
+        self.block_size = cache.block_size
+        self.prefix_cache = prefix_cache
+        self._idle: dict[Path, None] = {}
+        """Resident idle paths, used longest ago first."""
+
+    @property
+    def num_idle(self) -> int:
+        """Idle paths that hold something."""
+        return len(self._idle)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def cached_tokens(self, path: Path, *, reusable: int) -> int:
+        """How many whole-block tokens of a path's first `reusable` ones the tree has. Changes nothing."""
+        if not self.prefix_cache:
+            return 0
+        with memoryview(path.tokens) as tokens:
+            return self.cache.match(path.namespace, tokens[:reusable]).num_tokens
+
+    # Active paths
+
+    def admit(self, path: Path, *, reusable: int, num_tokens: int) -> list[RowCopy]:
+        """Make a suspended or idle path active: lock its cached prefix, and give it room for `num_tokens`.
+
+        Args:
+            path: What it has computed already is used, unless the tree has more.
+            reusable: How many of its first tokens need no computing; at least the rest will be computed.
+            num_tokens: How many will be computed at all.
+
+        Returns:
+            Copies to make before the step writes, in this order.
+
+        Raises:
+            OutOfBlocks: Too few blocks, even after every idle path was suspended. The path is suspended or idle.
+        """
+        self._idle.pop(path, None)
+        if path.is_resident and not self._is_best_as_it_is(path, reusable):
+            self.release(path)
+        try:
+            if path.is_resident:
+                return self.grow(path, num_tokens)
+            return self._suspending_idle(lambda: self._acquire(path, reusable, num_tokens))
+        except OutOfBlocks:
+            self.park(path)
+            raise
+
+    def grow(self, path: Path, num_tokens: int) -> list[RowCopy]:
+        """Give an active path room for `num_tokens`, and a tail of its own to write to. All of it, or nothing.
+
+        Returns:
+            Copies to make before the step writes, in this order.
+
+        Raises:
+            OutOfBlocks: Too few blocks, even after every idle path was suspended.
+        """
+        return self._suspending_idle(lambda: self._grow(path, num_tokens))
+
+    def commit(self, path: Path, num_computed: int) -> None:
+        """Record what a step has computed, and hand blocks that are now full to the tree (rule 7).
+
+        Where the tree has such a block already, the path adopts it (rule 8).
+        """
+        path.num_computed = num_computed
+        start, end = path.num_committed, num_computed - num_computed % self.block_size
+        if not self.prefix_cache or end == start:
+            return
+        first, last = start // self.block_size, end // self.block_size
+        assert path.ref is not None
+        done = self.cache.extend(path.ref, path.tokens[start:end], path.block_table[first:last])
+        path.ref = done.node
+        path.block_table[first:last] = done.blocks
+        path.num_committed = end
+
+    def release(self, path: Path) -> None:
+        """Give back all that a path holds: it is suspended now. What it committed stays in the tree while there is room."""
+        self._idle.pop(path, None)
+        if path.ref is not None:
+            self.cache.unlock(path.ref)
+        self._free_tail(path, path.num_committed // self.block_size)
+        path.ref = None
+        path.block_table = []
+        path.num_committed = path.num_computed = 0
+
+    # Idle paths
+
+    def park(self, path: Path) -> None:
+        """Make an active path idle: it keeps its lock and its tail, and gives back blocks that it has not written to."""
+        used = self.blocks_for(path.num_computed)
+        self.cache.free(path.block_table[used:])
+        del path.block_table[used:]
+        if path.is_resident:
+            self._idle[path] = None
+
+    def fork(self, path: Path, num_tokens: int) -> Path:
+        """Return a new idle path of the first `num_tokens` tokens, sharing all KV that there is for them.
+
+        Whole blocks are shared through the tree, the tail's rows until one of the sharers writes. O(num_tokens) to copy
+        the token ids; no KV is copied.
+        """
+        child = Path(path.namespace, path.tokens[:num_tokens])
+        if path.ref is None:
+            return child
+        computed = min(num_tokens, path.num_computed)
+        if computed >= path.num_committed:
+            self._share(path, child, computed)
+        else:
+            self._lock_prefix(child, computed - computed % self.block_size)
+        if child.is_resident:
+            self._idle[child] = None
+        return child
+
+    # Parts of the above
+
+    def _is_best_as_it_is(self, path: Path, reusable: int) -> bool:
+        if path.num_computed > reusable:
+            return False  # tokens whose logits are wanted must run again
+        if not self.prefix_cache:
+            return True
+        with memoryview(path.tokens) as tokens:
+            hit = self.cache.match(path.namespace, tokens[:reusable])
+        return hit.num_tokens + hit.tail_tokens <= path.num_computed
+
+    def _acquire(self, path: Path, reusable: int, num_tokens: int) -> list[RowCopy]:
+        num_blocks = self.blocks_for(num_tokens)
+        if not self.prefix_cache:
+            path.block_table = self.cache.allocate(num_blocks)
+            return []
+        with memoryview(path.tokens) as tokens:
+            grip = self.cache.acquire(path.namespace, tokens[:reusable], num_blocks=num_blocks)
+        path.ref = grip.node
+        path.block_table = [*grip.blocks, *grip.new_blocks]
+        path.num_committed = grip.num_tokens
+        path.num_computed = grip.num_tokens + grip.tail_tokens
+        if grip.tail_block is None:
+            return []
+        return [RowCopy(grip.tail_block, grip.new_blocks[0], grip.tail_tokens)]
+
+    def _grow(self, path: Path, num_tokens: int) -> list[RowCopy]:
+        tail = path.tail if num_tokens > path.num_computed else None
+        needs_own_tail = tail is not None and tail.num_sharers > 1
+        short = max(0, self.blocks_for(num_tokens) - len(path.block_table))
+        new_blocks = self.cache.allocate(short + needs_own_tail)
+        copies = []
+        if tail is not None:
+            if needs_own_tail:
+                own = new_blocks.pop()
+                copies.append(RowCopy(tail.block, own, path.num_computed % self.block_size))
+                path.block_table[path.num_committed // self.block_size] = own
+                tail.num_sharers -= 1
+            path.tail = None
+        path.block_table += new_blocks
+        return copies
+
+    def _share(self, path: Path, child: Path, computed: int) -> None:
+        """Lock the whole committed interval for the child too, and let it read the parent's tail."""
+        assert path.ref is not None
+        whole = path.num_committed // self.block_size
+        self.cache.lock(path.ref)
+        child.ref = path.ref
+        child.block_table = path.block_table[:whole]
+        child.num_committed = path.num_committed
+        child.num_computed = computed
+        if computed > path.num_committed:
+            block = path.block_table[whole]
+            if path.tail is None:
+                path.tail = SharedTail(block, num_sharers=1)
+            path.tail.num_sharers += 1
+            child.tail = path.tail
+            child.block_table.append(block)
+
+    def _lock_prefix(self, child: Path, num_tokens: int) -> None:
+        """Lock so many whole-block tokens, which the parent's lock keeps in the tree (unless that tree was cleared)."""
+        with memoryview(child.tokens) as tokens:
+            hit = self.cache.match(child.namespace, tokens[:num_tokens])
+        if hit.num_tokens == 0:
+            return
+        self.cache.lock(hit.node)
+        child.ref = hit.node
+        child.block_table = hit.blocks
+        child.num_committed = child.num_computed = hit.num_tokens
+
+    def _free_tail(self, path: Path, index: int) -> None:
+        """Give back the blocks from `index` on; a tail that others read as well stays theirs."""
+        private = path.block_table[index:]
+        if path.tail is not None:
+            path.tail.num_sharers -= 1
+            if path.tail.num_sharers > 0:
+                private = private[1:]
+            path.tail = None
+        self.cache.free(private)
+
+    def _suspending_idle(self, action: Callable[[], Result]) -> Result:
+        """Run an action that may raise OutOfBlocks, suspending idle paths until it does not."""
+        while True:
+            try:
+                return action()
+            except OutOfBlocks:
+                if not self._idle:
+                    raise
+                self.release(next(iter(self._idle)))
