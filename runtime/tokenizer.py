@@ -26,7 +26,7 @@ _WINDOW = 16
 """Tokens that an `IncrementalDetokenizer` decodes at most at once, in all but contrived texts."""
 
 _KEPT = 6
-"""Tokens that it keeps as context when it shortens its window."""
+"""Tokens that it keeps as context when it shortens its window: more than a character has bytes."""
 
 _MAX_BYTE_RUN = 64
 """Byte tokens in a row after which it no longer waits for their end; see `IncrementalDetokenizer`."""
@@ -276,17 +276,14 @@ class IncrementalDetokenizer:
     def _shorten(self, text: str) -> None:
         """Cut the window where that can't change the text of what follows.
 
-        A cut is good when the rest alone decodes to the end of the text (a leading space may be lost). If the text
-        ends inside a character, both parts must give all of it, or the cut could lie in that character.
+        A cut is good when the rest alone decodes to the end of the text (but for a leading space): then it lies
+        between characters. What is kept is longer than a character, so the cut is before an unfinished one, too.
         """
         for cut in range(len(self._window) - _KEPT, 0, -1):
-            head, rest = self._decode(self._window[:cut]), self._decode(self._window[cut:])
-            unfinished = text.endswith(_REPLACEMENT)
-            good = head + rest == text if unfinished else rest != "" and text.endswith(rest)
-            dropped = len(text) - len(rest)
-            if good and dropped <= self._num_emitted:
+            rest = self._decode(self._window[cut:])
+            if rest and text.endswith(rest):
                 del self._window[:cut]
-                self._num_emitted -= dropped
+                self._num_emitted -= len(text) - len(rest)
                 return
 
     def _has_text(self, token_id: int) -> bool:

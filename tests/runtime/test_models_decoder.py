@@ -28,6 +28,8 @@ YARN_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"architecture": name} for name in ARCHITECTURES},
     "tied embeddings": {"tie_word_embeddings": True},
@@ -44,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "llama3 rope": {"config_overrides": {"rope_parameters": LLAMA3_ROPE}},
     "yarn rope": {"config_overrides": {"rope_parameters": YARN_ROPE}},
-    "dynamic rope": {"config_overrides": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}},
+    "dynamic rope": {"config_overrides": {"rope_scaling": DYNAMIC_ROPE}},
 }
 
 

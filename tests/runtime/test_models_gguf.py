@@ -176,6 +176,17 @@ def test_a_killed_conversion_does_not_stop_the_next(tmp_path: Path) -> None:
     assert not unfinished.exists()
 
 
+def test_a_model_appears_in_one_step(tmp_path: Path) -> None:
+    made = []
+
+    def make(directory: Path) -> None:
+        assert directory != tmp_path / "model", "half a model would stand under its final name"
+        made.append(directory.stat().st_ino)
+
+    make_once(tmp_path / "model", make)
+    assert [(tmp_path / "model").stat().st_ino] == made, "it was copied, which takes time, not renamed"
+
+
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
     def interrupted(directory: Path) -> None:
         (directory / "config.json").write_text("{}")

@@ -27,6 +27,17 @@ def float32() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
+def bfloat16() -> LoadedModel:
+    return load_model(real_model_path(), dtype=torch.bfloat16)
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    model: LoadedModel = request.getfixturevalue(request.param)
+    return model
+
+
+@pytest.fixture(scope="module")
 def transformers_model() -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -40,9 +51,7 @@ def prompts() -> list[str]:
     return [*json.loads(PROMPTS.read_text(encoding="utf-8")).values()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_it_knows_the_capital_of_france(dtype: torch.dtype) -> None:
-    loaded = load_model(real_model_path(), dtype=dtype)
+def test_it_knows_the_capital_of_france(loaded: LoadedModel) -> None:
     answer = PathRunner(loaded).greedy(0, loaded.tokenizer.encode_chat(FRANCE), 8)
     assert loaded.tokenizer.decode(answer) == "The capital of France is Paris."
     assert answer[-1] in loaded.tokenizer.eos_token_ids
@@ -83,7 +92,7 @@ def test_greedy_tokens_are_those_of_transformers(
     float32: LoadedModel, transformers_model: Any, prompts: list[str]
 ) -> None:
     # one forward pass over prompt and answer: each answer token must be the likeliest after all before it
-    for prompt, output in greedy_of_ours(float32, prompts[:3], max_prompt=200):
+    for prompt, output in greedy_of_ours(float32, prompts[:3], max_prompt=100):
         with torch.inference_mode():
             logits = transformers_model(torch.tensor([prompt + output])).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == output
@@ -95,11 +104,6 @@ def test_greedy_tokens_of_20_prompts_are_those_of_transformers(
 ) -> None:
     for prompt, output in greedy_of_ours(float32, prompts[:20], max_prompt=900):
         assert greedy_of_transformers(transformers_model, prompt) == output
-
-
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def loaded(request: pytest.FixtureRequest) -> LoadedModel:
-    return load_model(real_model_path(), dtype=request.param)
 
 
 def test_b31_chunks_decodes_and_company_change_no_bit(loaded: LoadedModel) -> None:

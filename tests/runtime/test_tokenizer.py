@@ -223,6 +223,21 @@ def test_deltas_of_any_bytes_add_up(byte_level: Tokenizer, ids: list[int], skip:
     assert "".join(pieces) == byte_level.decode(ids, skip_special_tokens=skip)
 
 
+@given(
+    pieces=st.lists(
+        st.one_of(
+            st.sampled_from("aé日🎉\ufffd").map(str.encode),
+            st.sampled_from([b"\xff", b"\xe6", b"\xe6\x97", b"\xf0\x9f\x8e", b"\xa5"]),
+        ),
+        min_size=15,
+        max_size=60,
+    )
+)
+def test_deltas_of_characters_and_broken_ones_add_up(byte_level: Tokenizer, pieces: list[bytes]) -> None:
+    ids = [*b"".join(pieces)]
+    assert "".join(deltas(byte_level, ids)) == byte_level.decode(ids)
+
+
 @given(data=st.data())
 def test_deltas_of_words_and_byte_tokens_add_up(sentencepiece_like: Tokenizer, data: st.DataObject) -> None:
     words = st.integers(259, sentencepiece_like.vocab_size - 1)
@@ -284,10 +299,13 @@ def test_a_token_costs_the_same_at_any_length(byte_level: Tokenizer, kind: str) 
     assert max(sizes) <= 24, "the window that each token decodes again must not grow"
 
 
-def test_a_long_run_of_byte_tokens_is_given_out_in_time(sentencepiece_like: Tokenizer) -> None:
-    ids = [3 + byte for byte in ("é" * 500).encode()]
+@pytest.mark.parametrize("character", "é日🎉")
+def test_a_long_run_of_byte_tokens_is_given_out_in_time(
+    sentencepiece_like: Tokenizer, character: str
+) -> None:
+    ids = [3 + byte for byte in (character * 300).encode()]
     pieces = deltas(sentencepiece_like, ids)
-    assert "".join(pieces) == "é" * 500
+    assert "".join(pieces) == character * 300
     assert pieces.index(next(piece for piece in pieces if piece)) < 70
 
 
