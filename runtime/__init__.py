@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from phloem.radix import Namespace
+    from phloem.runtime.branch import Branch, Score
     from phloem.runtime.config import EngineConfig
     from phloem.runtime.engine import Engine
     from phloem.runtime.errors import (
+        BranchReleased,
         CacheFull,
         Cancelled,
         EngineClosed,
@@ -23,12 +25,15 @@ if TYPE_CHECKING:
         ModelUnsupported,
         PhloemError,
         PromptTooLong,
+        QueueFull,
         StepFailed,
     )
-    from phloem.runtime.outputs import Chunk, Completion, EngineStats, Usage
+    from phloem.runtime.outputs import Chunk, Completion, EngineStats, TokenLogprob, Usage
     from phloem.runtime.sampling_params import SamplingParams
 
 __all__ = [
+    "Branch",
+    "BranchReleased",
     "CacheFull",
     "Cancelled",
     "Chunk",
@@ -46,8 +51,11 @@ __all__ = [
     "Namespace",
     "PhloemError",
     "PromptTooLong",
+    "QueueFull",
     "SamplingParams",
+    "Score",
     "StepFailed",
+    "TokenLogprob",
     "Usage",
 ]
 
@@ -58,7 +66,10 @@ _HOMES = {
     "Chunk": "phloem.runtime.outputs",
     "Completion": "phloem.runtime.outputs",
     "EngineStats": "phloem.runtime.outputs",
+    "TokenLogprob": "phloem.runtime.outputs",
     "Usage": "phloem.runtime.outputs",
+    "Branch": "phloem.runtime.branch",
+    "Score": "phloem.runtime.branch",
     "SamplingParams": "phloem.runtime.sampling_params",
 }
 """Where each name lives; those not listed are errors."""

@@ -27,12 +27,12 @@ class Row:
         return self.request.samples and self.end == len(self.request.tokens)
 
     @property
-    def logits_start(self) -> int:
-        """The first position of the row whose logits are needed; `end` when none are."""
-        wanted = self.request.logits_from
-        if wanted is not None:
-            return min(max(wanted, self.start), self.end)
-        return self.end - 1 if self.samples else self.end
+    def scored(self) -> range:
+        """Positions in the row whose logits are wanted because the token after them is known."""
+        request = self.request
+        if request.logits_from is None:
+            return range(0)
+        return range(max(self.start, request.logits_from), min(self.end, request.num_prompt_tokens - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,9 @@ class EngineConfig:
     max_step_tokens: int = 512
     """Tokens computed in one step: longer prompts are prefilled in chunks, between the decodes of the others."""
 
+    max_waiting: int | None = None
+    """Requests that may wait; one more is refused with `QueueFull`. None: no limit."""
+
     prefix_cache: bool = True
     """Off: every prompt is computed from its first token, and nothing is kept. For comparisons."""
 
@@ -68,7 +71,7 @@ class EngineConfig:
         )
         for name in ("max_running", "max_step_tokens"):
             _require_positive(name, getattr(self, name))
-        for name in ("num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"):
+        for name in ("max_waiting", "num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
 

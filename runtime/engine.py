@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import itertools
 import logging
-import secrets
-from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,24 +16,27 @@ from phloem.kernels.attention import AttentionSpec, make_backend
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.self_test import InvarianceReport, row_invariance_report
 from phloem.radix import BlockPool, Namespace, RadixCache
+from phloem.runtime.branch import Branch, branch_from_dict
 from phloem.runtime.config import EngineConfig
+from phloem.runtime.engine_core import EngineCore, deadline
 from phloem.runtime.engine_loop import EngineLoop
-from phloem.runtime.errors import InvalidRequest, PromptTooLong
-from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Progress, QueueSink, Sink
+from phloem.runtime.errors import InvalidRequest
+from phloem.runtime.expand import expand
+from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Progress, QueueSink
 from phloem.runtime.memory import pool_size
 from phloem.runtime.model_runner import ModelRunner
 from phloem.runtime.models.loading import LoadedModel, load_model
 from phloem.runtime.models.resolve import resolve_model
-from phloem.runtime.output import OutputStream
 from phloem.runtime.outputs import Chunk, Completion, EngineStats
 from phloem.runtime.path import Path as TokenPath
 from phloem.runtime.path_cache import PathCache
 from phloem.runtime.progress import track
 from phloem.runtime.prompts import Prompt, as_prompts, encode
-from phloem.runtime.request import Request
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.scheduler import Scheduler
 
+AnySink = TypeVar("AnySink", QueueSink, AsyncSink)
+Handle = TypeVar("Handle", Generation, AsyncGeneration)
 logger = logging.getLogger(__name__)
 
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -67,24 +67,10 @@ class Engine:
         self, model: str | Path = "smollm2-135m", config: EngineConfig | None = None, **options: Any
     ) -> None:
         self.config = (config or EngineConfig()).replace(**options)
-        loaded = load_model(
-            resolve_model(model).path,
-            dtype=DTYPES[self.config.dtype],
-            deterministic=self.config.deterministic,
-        )
-        if self.config.deterministic:
-            _warn_if_not_exact(loaded.dtype, self.config.num_threads)
-        store = _make_store(loaded, self.config)
-        self.model = loaded.config
-        self.tokenizer = loaded.tokenizer
-        self.max_model_len = _max_model_len(loaded.config.max_position, store, self.config)
-        self._identity = Namespace(model=loaded.fingerprint, kv_dtype=str(store.dtype).removeprefix("torch."))
-        self._request_numbers = itertools.count(1)
-        self._loop = EngineLoop(
-            _make_scheduler(store, self.config),
-            _make_runner(loaded, store, self.config),
-            num_threads=self.config.num_threads,
-        )
+        self._core = _build(model, self.config)
+        self.model = self._core.model
+        self.tokenizer = self._core.tokenizer
+        self.max_model_len = self._core.max_model_len
 
     def __enter__(self) -> Engine:
         return self
@@ -98,14 +84,16 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         namespace: Namespace | None = None,
+        timeout_s: float | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete one prompt or many, and wait for all of them.
 
         Args:
             prompts: Text, token ids or chat messages, or a sequence of these.
-            params: For all, or one per prompt.
+            params: For all, or one per prompt. With `n` above 1, each prompt gives n completions, one after the other.
             namespace: Its `salt` and `adapter` keep the cache of these prompts apart; the rest is set by the engine.
+            timeout_s: Give up after so many seconds.
             progress: Show a progress bar on a terminal.
 
         Returns:
@@ -113,10 +101,11 @@ class Engine:
 
         Raises:
             InvalidRequest: A prompt or parameter is wrong; nothing has been started then. The message names it.
+            Cancelled: The time is up; `partial` is what there was of the first that did not end.
             StepFailed: The model failed while it computed one of them; the others have been aborted.
         """
-        requests = self._requests(prompts, params, namespace)
-        generations = [self._start(request) for request in requests]
+        jobs = self._jobs(prompts, params, namespace, timeout_s)
+        generations = self._start_all(jobs, QueueSink, Generation)
         try:
             return [generation.result() for generation in track(generations, "Generating", show=progress)]
         finally:
@@ -125,14 +114,22 @@ class Engine:
                 generation.abort()
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: Namespace | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: Namespace | None = None,
+        timeout_s: float | None = None,
     ) -> Generation:
         """Complete one prompt piece by piece; iterate over the result, or leave its `with` block to abort.
 
         Raises:
-            InvalidRequest: The prompt or a parameter is wrong.
+            InvalidRequest: The prompt or a parameter is wrong, or `n` is not 1.
         """
-        return self._start(self._request(prompt, params, namespace))
+        job = self._job(prompt, params, namespace, timeout_s)
+        _require_single(job.params)
+        [generation] = self._start_all([job], QueueSink, Generation)
+        return generation
 
     async def agenerate(
         self,
@@ -140,10 +137,11 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         namespace: Namespace | None = None,
+        timeout_s: float | None = None,
     ) -> list[Completion]:
         """Do as `generate`, for an event loop. Cancelling it aborts the requests."""
-        requests = self._requests(prompts, params, namespace)
-        generations = [self._start_async(request) for request in requests]
+        jobs = self._jobs(prompts, params, namespace, timeout_s)
+        generations = self._start_all(jobs, AsyncSink, AsyncGeneration)
         try:
             return list(await asyncio.gather(*(generation.result() for generation in generations)))
         finally:
@@ -151,20 +149,57 @@ class Engine:
                 generation.abort()
 
     async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: Namespace | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: Namespace | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[Chunk]:
         """Do as `stream`, for an event loop. Closing the iterator aborts the request."""
-        async with self._start_async(self._request(prompt, params, namespace)) as generation:
+        job = self._job(prompt, params, namespace, timeout_s)
+        _require_single(job.params)
+        [generation] = self._start_all([job], AsyncSink, AsyncGeneration)
+        async with generation:
             async for chunk in generation:
                 yield chunk
 
+    def branch(self, prompt: Prompt, *, namespace: Namespace | None = None) -> Branch:
+        """Return a live handle on a path; nothing is computed until it is used.
+
+        Raises:
+            InvalidRequest: The prompt is empty, too long, or of a wrong type.
+        """
+        return Branch(self._core, self._job(prompt, None, namespace, None).path)
+
+    def branch_from_dict(self, state: Mapping[str, Any]) -> Branch:
+        """Return the branch that `Branch.to_dict` described. Its KV comes from the cache, or is computed when needed.
+
+        Raises:
+            InvalidRequest: The description is not one of these.
+        """
+        return branch_from_dict(self._core, state)
+
+    def expand_many(
+        self, branches: Sequence[Branch], n: int, params: SamplingParams | None = None
+    ) -> Iterator[Branch]:
+        """Generate n children from each branch; yield each child, with its `completion`, as soon as it is done.
+
+        Leaving the loop early aborts and releases the rest.
+
+        Raises:
+            InvalidRequest: `n` or a parameter is wrong; nothing has been started then.
+            PhloemError: A child failed; the others have been aborted and released.
+        """
+        return (child for _, child in expand(self._core, branches, n, params))
+
     def abort(self, request_id: str) -> None:
         """End a request in whatever phase it is; its completion says "abort". Unknown or finished ids are ignored."""
-        self._loop.abort(request_id)
+        self._core.loop.abort(request_id)
 
     def stats(self) -> EngineStats:
         """Return counters since the start, and the state of the pool and the queues, as of between two steps."""
-        return self._loop.call(self._loop.stats).result()
+        return self._core.call(self._core.loop.stats).result()
 
     def check(self) -> None:
         """Prove every invariant of the tree and the pool. O(size of the tree); for tests and doubts.
@@ -172,22 +207,23 @@ class Engine:
         Raises:
             InvariantError: One does not hold: a bug of phloem's own.
         """
-        self._loop.call(self._loop.scheduler.paths.cache.check).result()
+        self._core.call(lambda: self._core.paths.cache.check()).result()
 
     def clear_cache(self) -> None:
         """Forget every cached prefix. Requests under way keep what they use until they end."""
-        self._loop.call(self._loop.scheduler.paths.cache.clear).result()
+        self._core.call(lambda: self._core.paths.cache.clear()).result()
 
     def close(self) -> None:
         """End what runs, with :class:`EngineClosed`, and the engine's thread. May be called twice."""
-        self._loop.close()
+        self._core.loop.close()
 
-    def _requests(
+    def _jobs(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         namespace: Namespace | None,
-    ) -> list[Request]:
+        timeout_s: float | None,
+    ) -> list[_Job]:
         many = as_prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
@@ -195,69 +231,105 @@ class Engine:
                 f"params has {len(each)} entries for {len(many)} prompts; pass one, or one per prompt"
             )
         return [
-            self._request(
-                prompt, of_prompt, namespace, name=f"prompts[{index}]" if len(many) > 1 else "prompt"
+            self._job(
+                prompt,
+                of_prompt,
+                namespace,
+                timeout_s,
+                name=f"prompts[{index}]" if len(many) > 1 else "prompt",
             )
             for index, (prompt, of_prompt) in enumerate(zip(many, each, strict=True))
         ]
 
-    def _request(
+    def _job(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
         namespace: Namespace | None,
+        timeout_s: float | None,
         *,
         name: str = "prompt",
-    ) -> Request:
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(
-                f"params must be SamplingParams, not {type(params).__name__}", field="params"
-            )
-        tokens = encode(prompt, self.tokenizer, vocab_size=self.model.vocab_size, name=name)
-        self._check_length(tokens, name)
-        limit = self.max_model_len
-        return Request(
-            id=str(next(self._request_numbers)),
-            path=TokenPath(self._namespace(namespace), tokens),
-            params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            max_len=limit if params.max_tokens is None else min(limit, len(tokens) + params.max_tokens),
+    ) -> _Job:
+        core = self._core
+        tokens = encode(prompt, core.tokenizer, vocab_size=core.model.vocab_size, name=name)
+        deadline(timeout_s)
+        return _Job(core.new_path(tokens, namespace, name=name), core.checked(params), timeout_s)
+
+    def _start_all(
+        self,
+        jobs: Sequence[_Job],
+        make_sink: Callable[[], AnySink],
+        make: Callable[[AnySink, Progress], Handle],
+    ) -> list[Handle]:
+        """Submit all jobs, in the order of a walk through the tree of their prompts; return handles in the given order.
+
+        Depth first, each prompt comes right after those that it shares most with: a small pool computes shared parts once.
+        """
+        handles: list[list[Handle]] = [[] for _ in jobs]
+        for index in sorted(range(len(jobs)), key=lambda index: jobs[index].path.tokens.tolist()):
+            handles[index] = [
+                make(sink, Progress(request_id, self.abort))
+                for request_id, sink in self._start(jobs[index], make_sink)
+            ]
+        return [handle for of_job in handles for handle in of_job]
+
+    def _start(self, job: _Job, make_sink: Callable[[], AnySink]) -> list[tuple[str, AnySink]]:
+        core, params = self._core, job.params
+        if params.n == 1:
+            sink = make_sink()
+            request = core.request(job.path, params, timeout_s=job.timeout_s)
+            core.submit(request, sink)
+            return [(request.id, sink)]
+        sinks = [make_sink() for _ in range(params.n)]
+        children = core.children(len(job.path.tokens), params, sinks, timeout_s=job.timeout_s)
+        core.loop.fan_out(job.path, children)
+        return [(child.request_id, sink) for child, sink in zip(children, sinks, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A prompt that was checked."""
+
+    path: TokenPath
+    params: SamplingParams
+    timeout_s: float | None
+
+
+def _require_single(params: SamplingParams) -> None:
+    if params.n != 1:
+        raise InvalidRequest(
+            f"a stream is of one completion; n is {params.n}, use generate or Branch.expand", field="n"
         )
 
-    def _namespace(self, namespace: Namespace | None) -> Namespace:
-        if namespace is None:
-            return self._identity
-        if not isinstance(namespace, Namespace):
-            raise InvalidRequest(
-                f"namespace must be a Namespace, not {type(namespace).__name__}", field="namespace"
-            )
-        return dataclasses.replace(self._identity, salt=namespace.salt, adapter=namespace.adapter)
 
-    def _check_length(self, tokens: array[int], name: str) -> None:
-        if len(tokens) < self.max_model_len:
-            return
-        is_pool = self.max_model_len < (self.config.max_model_len or self.model.max_position)
-        advice = "raise num_blocks or kv_memory_bytes" if is_pool else "shorten it"
-        limit = "the KV pool holds" if is_pool else "the context is"
-        raise PromptTooLong(
-            f"{name} has {len(tokens)} tokens; {limit} {self.max_model_len}, and at least one must be left for the answer: "
-            f"{advice}",
-            field=name,
-        )
-
-    def _start(self, request: Request) -> Generation:
-        sink = QueueSink()
-        self._submit(request, sink)
-        return Generation(sink, Progress(request.id, self.abort))
-
-    def _start_async(self, request: Request) -> AsyncGeneration:
-        sink = AsyncSink()
-        self._submit(request, sink)
-        return AsyncGeneration(sink, Progress(request.id, self.abort))
-
-    def _submit(self, request: Request, sink: Sink) -> None:
-        self._loop.submit(OutputStream(request, sink, self.tokenizer))
+def _build(name: str | Path, config: EngineConfig) -> EngineCore:
+    """Load the model and start the loop."""
+    loaded = load_model(
+        resolve_model(name).path,
+        dtype=DTYPES[config.dtype],
+        deterministic=config.deterministic,
+        max_position=config.max_model_len,
+    )
+    if config.deterministic:
+        _warn_if_not_exact(loaded.dtype, config.num_threads)
+    store = _make_store(loaded, config)
+    limit = _max_model_len(loaded.config.max_position, store, config)
+    is_pool = limit < (config.max_model_len or loaded.config.max_position)
+    return EngineCore(
+        model=loaded.config,
+        tokenizer=loaded.tokenizer,
+        loop=EngineLoop(
+            _make_scheduler(store, config),
+            _make_runner(loaded, store, config),
+            loaded.tokenizer,
+            num_threads=config.num_threads,
+        ),
+        identity=Namespace(model=loaded.fingerprint, kv_dtype=str(store.dtype).removeprefix("torch.")),
+        max_model_len=limit,
+        length_advice="the KV pool holds {limit}{room}: raise num_blocks or kv_memory_bytes"
+        if is_pool
+        else "the context is {limit}{room}: shorten it",
+    )
 
 
 def _warn_if_not_exact(dtype: torch.dtype, num_threads: int | None) -> None:
@@ -304,6 +376,7 @@ def _make_scheduler(store: PagedKVStore, config: EngineConfig) -> Scheduler:
         PathCache(cache, prefix_cache=config.prefix_cache),
         max_running=config.max_running,
         max_step_tokens=config.max_step_tokens,
+        max_waiting=config.max_waiting,
     )
 
 

@@ -6,22 +6,28 @@ Others hand it commands, which it takes up between two steps. A step is three ca
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
 
 from phloem.runtime.batch import Batch
-from phloem.runtime.errors import CacheFull, EngineClosed, StepFailed
+from phloem.runtime.errors import CacheFull, EngineClosed, InvalidRequest, QueueFull, StepFailed
+from phloem.runtime.fan_out import Child, FanOut
 from phloem.runtime.model_runner import ModelRunner, RowResult
 from phloem.runtime.output import OutputStream
 from phloem.runtime.outputs import EngineStats
+from phloem.runtime.path import Path
 from phloem.runtime.request import Request
+from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.scheduler import Scheduler
+from phloem.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +38,28 @@ Command = Callable[[], None]
 class EngineLoop:
     """Runs steps while there is work, and commands in between. Owns the requests' output streams."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        tokenizer: Tokenizer,
+        *,
+        num_threads: int | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.tokenizer = tokenizer
+        self._unstarted: dict[str, tuple[Child, Path]] = {}
+        """Children whose path is still being computed, and that path, by request id."""
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap of (time, request id); requests that ended leave theirs behind."""
         self._streams: dict[str, OutputStream] = {}
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._closing = False
         self._is_closed = False
-        self._posting = threading.Lock()
-        """Held to post a command and to close, so that no command is posted which nobody will run."""
+        self._posting = threading.RLock()
+        """Held to post a command and to close, so that no command is posted which nobody will run. Reentrant, since a
+        collected branch posts its release, and the garbage collector may run here."""
         self._num_threads = num_threads
         self._steps = self._computed = self._generated = self._failed_steps = 0
         # A daemon, so that a program which forgets to close its engine can still end.
@@ -56,6 +75,24 @@ class EngineLoop:
             EngineClosed: The engine was closed.
         """
         self._post(lambda: self._add(stream))
+
+    def fan_out(self, path: Path, children: Sequence[Child], *, keeps_path: bool = False) -> None:
+        """Compute a path up to its last token, then start children on forks of it, in their order.
+
+        Args:
+            path: Of a branch, or a new one.
+            children: What to start.
+            keeps_path: Whether what was computed stays with the path, as a branch wants it.
+
+        Raises:
+            EngineClosed: The engine was closed.
+        """
+        self._post(lambda: self._fan_out(path, children, keeps_path=keeps_path))
+
+    def release(self, path: Path) -> None:
+        """Give back all that a branch's path holds, and abort what runs on it. Does not wait; nothing happens after close."""
+        with contextlib.suppress(EngineClosed):
+            self._post(lambda: self._release(path))
 
     def abort(self, request_id: str) -> None:
         """End a request at the next step, in whatever phase it is. An unknown or finished one is left alone."""
@@ -131,6 +168,7 @@ class EngineLoop:
             self._commands.get()()
 
     def _step(self) -> None:
+        self._expire()
         batch = self.scheduler.schedule()
         for refusal in batch.refused:
             self._streams.pop(refusal.request.id).fail(refusal.error)
@@ -154,26 +192,27 @@ class EngineLoop:
                 self._fail(result.row.request.id, StepFailed("the model's numbers became NaN or infinite"))
         self.scheduler.commit([result.row for result in results if result.is_finite])
         for result in results:
-            request = result.row.request
-            if result.token_id is not None:
-                self._deliver(request.id, result.token_id)
-            elif result.is_finite and not request.samples and request.num_pending == 0:
-                self._finish_computed(request)
+            if result.is_finite:
+                self._deliver(result)
+
+    def _deliver(self, result: RowResult) -> None:
+        request = result.row.request
+        stream = self._streams[request.id]
+        if result.token_id is not None:
+            request.tokens.append(result.token_id)
+            self._generated += 1
+        stream.take(result)
+        if stream.finish_reason is not None:
+            self.scheduler.finish(request)
+            del self._streams[request.id]
+        elif not request.samples and request.num_pending == 0:
+            self._finish_computed(request)
 
     def _finish_computed(self, request: Request) -> None:
         """End a request that samples nothing: all of its path is computed now."""
         stream = self._streams.pop(request.id)
         self.scheduler.finish(request)
         stream.complete()
-
-    def _deliver(self, request_id: str, token_id: int) -> None:
-        stream = self._streams[request_id]
-        stream.request.tokens.append(token_id)
-        self._generated += 1
-        stream.push(token_id)
-        if stream.finish_reason is not None:
-            self.scheduler.finish(stream.request)
-            del self._streams[request_id]
 
     def _fail_step(self, batch: Batch, error: Exception) -> None:
         self._failed_steps += 1
@@ -190,18 +229,75 @@ class EngineLoop:
         stream.fail(error)
 
     def _add(self, stream: OutputStream) -> None:
+        request = stream.request
+        if request.keeps_path and any(True for _ in self.scheduler.requests_on(request.path)):
+            stream.fail(InvalidRequest("the branch is busy; wait for the end, or fork it", field="branch"))
+            return
         try:
-            self.scheduler.add(stream.request)
-        except CacheFull as error:
+            self.scheduler.add(request)
+        except (CacheFull, QueueFull) as error:
+            if not request.keeps_path:
+                self.scheduler.paths.release(request.path)
             stream.fail(error)
-        else:
-            self._streams[stream.request.id] = stream
+            return
+        self._streams[request.id] = stream
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.id))
+
+    def _expire(self) -> None:
+        """End the requests whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            _, request_id = heapq.heappop(self._deadlines)
+            stream = self._streams.pop(request_id, None)
+            if stream is not None:
+                self.scheduler.finish(stream.request)
+                stream.expire()
+
+    def _fan_out(self, path: Path, children: Sequence[Child], *, keeps_path: bool) -> None:
+        paths = self.scheduler.paths
+        fork = not keeps_path or any(True for _ in self.scheduler.requests_on(path))
+        source = paths.fork(path, len(path.tokens)) if fork else path
+        self._unstarted.update({child.request_id: (child, source) for child in children})
+
+        def start(child: Child) -> Request:
+            del self._unstarted[child.request_id]
+            stream = self._stream_of(child, paths.fork(source, len(source.tokens)))
+            self._add(stream)
+            return stream.request
+
+        def on_end() -> None:
+            for child in children:
+                self._unstarted.pop(child.request_id, None)
+            if fork:
+                paths.release(source)
+
+        request = Request(
+            id=f"{children[0].request_id}/path",
+            path=source,
+            params=SamplingParams(),
+            seed=0,
+            max_len=len(source.tokens),
+            keeps_path=True,
+            deadline_s=children[0].deadline_s,
+        )
+        self._add(OutputStream(request, FanOut(children, start=start, on_end=on_end), self.tokenizer))
+
+    def _stream_of(self, child: Child, path: Path) -> OutputStream:
+        return OutputStream(child.request_on(path), child.sink, self.tokenizer)
+
+    def _release(self, path: Path) -> None:
+        for request in list(self.scheduler.requests_on(path)):
+            self._abort(request.id)
+        self.scheduler.paths.release(path)
 
     def _abort(self, request_id: str) -> None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             self.scheduler.finish(stream.request)
             stream.abort()
+        elif request_id in self._unstarted:
+            child, source = self._unstarted.pop(request_id)
+            self._stream_of(child, Path(source.namespace, source.tokens[:])).abort()
 
     def _close(self) -> None:
         self._closing = True

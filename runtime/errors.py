@@ -11,6 +11,8 @@
     │   ├── ModelCorrupted                   files that are missing, cut short, or contradict each other
     │   └── ModelUnsupported                 a sound model with a feature that phloem has no code for
     ├── CacheFull                            a request that needs more blocks than there can be
+    ├── QueueFull                            more requests wait than the engine was told to queue
+    ├── BranchReleased                       a branch that was released is used again
     ├── StepFailed                           the model failed, or its numbers did (NaN), in a step of this request
     ├── EngineClosed                         a call on an engine after `close()`, or cut off by it
     └── Cancelled                            a request ended by its caller; carries what was made so far
@@ -65,6 +67,14 @@ class ModelUnsupported(ModelError):
 
 class CacheFull(PhloemError):
     """The request needs more blocks than the pool could free for it, now and later."""
+
+
+class QueueFull(PhloemError):
+    """As many requests wait already as `max_waiting` allows; try again later, or raise it."""
+
+
+class BranchReleased(PhloemError):
+    """The branch was released before; fork or open another one."""
 
 
 class Cancelled(PhloemError):

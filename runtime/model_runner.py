@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,21 +13,34 @@ from phloem.kernels.attention import AttentionBackend
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanRow
 from phloem.runtime.batch import Batch, Row
+from phloem.runtime.logprobs import score_known, score_sampled
 from phloem.runtime.models.decoder import Decoder
+from phloem.runtime.outputs import TokenLogprob
 from phloem.runtime.sampler import SamplingRow, sample
 
+SCORED_ROWS = 64
+"""Rows of logits that are held at once when known tokens are scored: a vocabulary of 150,000 takes 38 MB."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class RowResult:
-    """What a step found for one row.
-
-    `token_id` is None where the row ends before its known tokens do, or where its numbers went wrong.
-    """
+    """What a step found for one row."""
 
     row: Row
-    token_id: int | None
     is_finite: bool
     """False: the hidden state holds NaN or infinity, so the KV that this row wrote is worthless."""
+
+    token_id: int | None = None
+    """The token sampled, where the row reaches the end of its known tokens."""
+
+    sampled: TokenLogprob | None = None
+    """Of that token, where it was asked for."""
+
+    candidates: tuple[float, ...] = ()
+    """Log-probabilities of the request's `candidate_ids`."""
+
+    scored: list[TokenLogprob] = field(default_factory=list)
+    """Of the known tokens after the row's `scored` positions."""
 
 
 class ModelRunner:
@@ -43,7 +56,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[RowResult]:
-        """Compute every row of the batch and sample where a row reaches the end of its known tokens.
+        """Compute every row of the batch, score known tokens, and sample where a row reaches the end of them.
 
         Returns:
             One result per row, in the order of the rows.
@@ -51,15 +64,26 @@ class ModelRunner:
         for copy in batch.copies:
             self.store.copy_rows(copy.source_block, copy.target_block, copy.num_rows)
         rows = batch.rows
-        last_hidden = self._forward(rows)
-        finite = torch.isfinite(last_hidden).all(dim=-1).tolist()
-        sampling = [index for index, row in enumerate(rows) if row.samples and finite[index]]
-        token_ids = self._sample([rows[index] for index in sampling], last_hidden[sampling])
-        sampled = dict(zip(sampling, token_ids, strict=True))
-        return [RowResult(row, sampled.get(index), finite[index]) for index, row in enumerate(rows)]
+        hidden, starts = self._forward(rows)
+        ends = [start + row.count for start, row in zip(starts, rows, strict=True)]
+        finite = torch.isfinite(hidden[[end - 1 for end in ends]]).all(dim=-1).tolist()
+        results = [RowResult(row, is_finite) for row, is_finite in zip(rows, finite, strict=True)]
+        healthy = [(result, start) for result, start in zip(results, starts, strict=True) if result.is_finite]
+        for result, start in healthy:
+            self._score(result, hidden, offset=start - result.row.start)
+        sampling = [(result, start) for result, start in healthy if result.row.samples]
+        self._sample(
+            [result for result, _ in sampling],
+            hidden[[start + result.row.count - 1 for result, start in sampling]],
+        )
+        return results
 
-    def _forward(self, rows: Sequence[Row]) -> Tensor:
-        """Run the decoder over all rows; return the hidden state of each row's last token, `[num_rows, hidden_size]`."""
+    def _forward(self, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
+        """Run the decoder over all rows.
+
+        Returns:
+            The hidden states, `[num_tokens, hidden_size]`, and where each row starts in them.
+        """
         plan = AttentionPlan.from_rows(
             [PlanRow(row.request.path.block_table, row.start, row.count) for row in rows],
             block_size=self.store.block_size,
@@ -67,17 +91,38 @@ class ModelRunner:
         self.attention.plan(plan)
         token_ids = array("i")
         for row in rows:
-            token_ids += row.request.tokens[row.start : row.start + row.count]
+            token_ids += row.request.tokens[row.start : row.end]
         hidden = self.decoder.forward(
             torch.frombuffer(token_ids, dtype=torch.int32).long(), plan.positions, self.attention
         )
-        return hidden[plan.qo_indptr[1:].long() - 1]
+        return hidden, plan.qo_indptr[:-1].tolist()
 
-    def _sample(self, rows: Sequence[Row], hidden: Tensor) -> list[int]:
-        if not rows:
-            return []
+    def _score(self, result: RowResult, hidden: Tensor, *, offset: int) -> None:
+        """Find the log-probabilities of the known tokens that a row was asked for."""
+        request, scored = result.row.request, result.row.scored
+        for first in range(scored.start, scored.stop, SCORED_ROWS):
+            last = min(first + SCORED_ROWS, scored.stop)
+            logits = self.decoder.logits(hidden[first + offset : last + offset])
+            known = request.tokens[first + 1 : last + 1].tolist()
+            result.scored += score_known(logits, known, num_top=request.params.prompt_logprobs or 0)
+
+    def _sample(self, results: Sequence[RowResult], hidden: Tensor) -> None:
+        if not results:
+            return
         logits = self.decoder.logits(hidden)
-        return sample(logits, [self._sampling_row(row) for row in rows])
+        # The sampler changes its rows, and what is reported is the model's own.
+        raw = logits.clone() if any(_wants_logprobs(result.row) for result in results) else logits
+        token_ids = sample(logits, [self._sampling_row(result.row) for result in results])
+        for index, (result, token_id) in enumerate(zip(results, token_ids, strict=True)):
+            result.token_id = token_id
+            if _wants_logprobs(result.row):
+                request = result.row.request
+                result.sampled, result.candidates = score_sampled(
+                    raw[index],
+                    token_id,
+                    num_top=request.params.logprobs or 0,
+                    candidate_ids=request.candidate_ids,
+                )
 
     def _sampling_row(self, row: Row) -> SamplingRow:
         request = row.request
@@ -85,5 +130,15 @@ class ModelRunner:
         num_output = len(request.tokens) - request.num_prompt_tokens
         banned = (*self.eos_ids, *params.stop_token_ids) if num_output < params.min_tokens else ()
         return SamplingRow(
-            params, request.seed, request.child_index, position=len(request.tokens), banned_ids=banned
+            params,
+            request.seed,
+            request.child_index,
+            position=len(request.tokens),
+            banned_ids=banned,
+            tokens=request.tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
         )
+
+
+def _wants_logprobs(row: Row) -> bool:
+    return row.request.params.logprobs is not None or bool(row.request.candidate_ids)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 
+from phloem.runtime.errors import Cancelled
 from phloem.runtime.generation import Sink
-from phloem.runtime.outputs import Chunk, Completion, FinishReason, Usage
+from phloem.runtime.model_runner import RowResult
+from phloem.runtime.outputs import Chunk, Completion, FinishReason, TokenLogprob, Usage
 from phloem.runtime.request import Request
 from phloem.runtime.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 
@@ -17,16 +19,29 @@ class OutputStream:
     def __init__(self, request: Request, sink: Sink, tokenizer: Tokenizer) -> None:
         self.request = request
         self.finish_reason: FinishReason | None = None
+        self._asked_from = request.logits_from
         self._sink = sink
         self._detokenizer = IncrementalDetokenizer(tokenizer, context=request.tokens[-16:].tolist())
         self._stops = StopChecker(request.params.stop)
         self._stop_ids = self._ending_ids(tokenizer)
         self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._candidate_logprobs: tuple[float, ...] = ()
         self._submitted_s = time.perf_counter()
         self._first_token_s = math.nan
 
-    def push(self, token_id: int) -> None:
-        """Take the token that was just sampled (and is in the request's path), and pass its text on."""
+    def take(self, result: RowResult) -> None:
+        """Take what a step found for this request; a token it sampled is in the request's path by now."""
+        if result.scored:
+            self._prompt_logprobs += result.scored
+            # Not again, should the request be preempted and resume.
+            self.request.logits_from = result.row.scored.stop
+        if result.token_id is not None:
+            self._candidate_logprobs = self._candidate_logprobs or result.candidates
+            self._push(result.token_id, result.sampled)
+
+    def _push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         if math.isnan(self._first_token_s):
             self._first_token_s = time.perf_counter() - self._submitted_s
         request = self.request
@@ -38,10 +53,12 @@ class OutputStream:
             text = self._next_text(token_id, may_stop=num_output >= request.params.min_tokens)
         if self.finish_reason is None and len(request.tokens) >= request.max_len:
             self.finish_reason = "length"
+        logprobs = None if logprob is None or request.params.logprobs is None else [logprob]
+        self._logprobs += logprobs or []
         if self.finish_reason is None:
-            self._emit(text, [token_id])
+            self._emit(text, [token_id], logprobs)
         else:
-            self._end(text, [token_id])
+            self._end(text, [token_id], logprobs)
 
     def complete(self) -> None:
         """End the output of a request that was to compute its path and sample nothing."""
@@ -52,6 +69,12 @@ class OutputStream:
         """End the output here, keeping what there is."""
         self.finish_reason = "abort"
         self._end("", [])
+
+    def expire(self) -> None:
+        """End with the error of a deadline that has passed; it carries what there is."""
+        self.finish_reason = "abort"
+        partial = self._complete("")
+        self._sink.put(Cancelled(f"the deadline passed after {partial.total_s:.2f} s", partial=partial))
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
@@ -72,18 +95,24 @@ class OutputStream:
             self.finish_reason = "stop"
         return text
 
-    def _end(self, text: str, token_ids: list[int]) -> None:
+    def _end(self, text: str, token_ids: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
         if self._stops.matched is None:
             text += self._stops.push(self._detokenizer.flush())
             if self._stops.matched is not None:
                 self.finish_reason = "stop"
             else:
                 text += self._stops.flush()
-        self._emit(text, token_ids, self._complete(text))
+        self._emit(text, token_ids, logprobs, self._complete(text))
 
-    def _emit(self, text: str, token_ids: list[int], completion: Completion | None = None) -> None:
+    def _emit(
+        self,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob] | None,
+        completion: Completion | None = None,
+    ) -> None:
         self._text.append(text)
-        self._sink.put(Chunk(text, token_ids, completion))
+        self._sink.put(Chunk(text, token_ids, logprobs, completion))
 
     def _complete(self, last_text: str) -> Completion:
         request = self.request
@@ -95,9 +124,12 @@ class OutputStream:
             finish_reason=self.finish_reason,
             usage=Usage(
                 prompt_tokens=request.num_prompt_tokens,
-                cached_tokens=request.cached_tokens,
+                cached_tokens=request.cached_tokens or 0,
                 completion_tokens=len(request.tokens) - request.num_prompt_tokens,
             ),
             first_token_s=self._first_token_s,
             total_s=time.perf_counter() - self._submitted_s,
+            logprobs=None if request.params.logprobs is None else self._logprobs,
+            prompt_logprobs=None if self._asked_from is None else self._prompt_logprobs,
+            candidate_logprobs=self._candidate_logprobs,
         )

@@ -27,6 +27,18 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was under the model, before temperature, penalties and filters."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of the probability."""
+
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens at this place, (id, logprob), likeliest first: as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished generation."""
 
@@ -45,6 +57,15 @@ class Completion:
     total_s: float
     """From submission to the end, in seconds."""
 
+    logprobs: list[TokenLogprob] | None = None
+    """Of `token_ids`; None when they were not asked for."""
+
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Of the prompt's tokens from the second on (nothing comes before the first); None when they were not asked for."""
+
+    candidate_logprobs: tuple[float, ...] = ()
+    """What `Branch.next_token_logprobs` asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -52,6 +73,9 @@ class Chunk:
 
     text: str
     token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    """Of `token_ids`; None when they were not asked for."""
+
     completion: Completion | None = None
     """In the last chunk only."""
 

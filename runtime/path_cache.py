@@ -63,6 +63,8 @@ class PathCache:
             OutOfBlocks: Too few blocks, even after every idle path was suspended. The path is suspended or idle.
         """
         self._idle.pop(path, None)
+        if path.num_committed <= reusable < path.num_computed:
+            path.num_computed = reusable  # the rest runs again, for its logits
         if path.is_resident and not self._is_best_as_it_is(path, reusable):
             self.release(path)
         try:
@@ -138,11 +140,17 @@ class PathCache:
             self._idle[child] = None
         return child
 
+    def fork_many(self, path: Path, num_tokens: int, count: int) -> list[Path]:
+        """Return several forks: see `fork`."""
+        return [self.fork(path, num_tokens) for _ in range(count)]
+
     # Parts of the above
 
     def _is_best_as_it_is(self, path: Path, reusable: int) -> bool:
         if path.num_computed > reusable:
-            return False  # tokens whose logits are wanted must run again
+            return (
+                False  # tokens whose logits are wanted are in whole blocks, which must not be written again
+            )
         if not self.prefix_cache:
             return True
         with memoryview(path.tokens) as tokens:

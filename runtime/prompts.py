@@ -43,6 +43,21 @@ def encode(prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int, name: str =
     return _checked_ids(ids, vocab_size, name)
 
 
+def encode_continuation(
+    continuation: str | Sequence[int], tokenizer: Tokenizer, *, vocab_size: int, name: str
+) -> array[int]:
+    """Return the token ids of what follows on a path: text is encoded alone, with no special tokens added.
+
+    Raises:
+        InvalidRequest: It is empty, of a wrong type, or has ids outside of the vocabulary. The message starts with `name`.
+    """
+    if isinstance(continuation, str):
+        ids: Sequence[int] = tokenizer.encode(continuation, add_special_tokens=False)
+    else:
+        ids = continuation
+    return _checked_ids(ids, vocab_size, name)
+
+
 def _checked_ids(ids: Sequence[int], vocab_size: int, name: str) -> array[int]:
     if isinstance(ids, (bytes, bytearray)) or not isinstance(ids, (Sequence, array)):
         raise InvalidRequest(

@@ -42,7 +42,10 @@ class Request:
     """Which of several children of one prompt this is: part of what its draws depend on."""
 
     logits_from: int | None = None
-    """First position whose logits are wanted, for log-probabilities of known tokens. None: only those that are sampled from."""
+    """First prompt position whose logits are still wanted, for the log-probability of the token after it. None: none."""
+
+    candidate_ids: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are reported at the first position that is sampled from."""
 
     keeps_path: bool = False
     """Whether the path stays resident (idle) after the end, for the branch that it belongs to."""
@@ -55,8 +58,11 @@ class Request:
     arrival: int = -1
     """Order of arrival, kept over preemptions; the scheduler sets it."""
 
-    cached_tokens: int = 0
-    """Prompt tokens that needed no computing when it was first admitted. Hits after a preemption are not counted."""
+    cached_tokens: int | None = None
+    """Prompt tokens that needed no computing when it was first admitted; None before. Hits after a preemption do not count."""
+
+    deadline_s: float | None = None
+    """When it is given up, on `time.monotonic`'s clock. None: never."""
 
     num_preemptions: int = 0
     hold: Hold | None = None
@@ -93,7 +99,8 @@ class Request:
     @property
     def reusable(self) -> int:
         """How many of the first tokens may come from the cache (rule 5): not those whose logits are wanted."""
-        return self.num_to_compute - self.samples if self.logits_from is None else self.logits_from
+        limit = self.num_to_compute - self.samples
+        return limit if self.logits_from is None else min(limit, self.logits_from)
 
     @property
     def output_ids(self) -> list[int]:

@@ -6,6 +6,7 @@ The counter-based generator is Philox (Salmon et al., 2011), as numpy implements
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,22 +35,52 @@ class SamplingRow:
     banned_ids: tuple[int, ...] = ()
     """Tokens that may not be sampled: the end-of-sequence tokens before `min_tokens`."""
 
+    tokens: Sequence[int] = ()
+    """The path so far, for penalties."""
+
+    num_prompt_tokens: int = 0
+    """How many of `tokens` were given, not generated."""
+
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
     """Choose one token per row.
 
     Args:
-        logits: `[num_rows, vocab_size]`, float32. Rows with banned tokens are changed in place.
+        logits: `[num_rows, vocab_size]`, float32. Rows with penalties, biases or banned tokens are changed in place.
         rows: One per row of `logits`.
     """
     for index, row in enumerate(rows):
-        if row.banned_ids:
-            logits[index, list(row.banned_ids)] = -torch.inf
+        _adjust(logits[index], row)
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     for index, row in enumerate(rows):
         if not row.params.is_greedy:
             tokens[index] = _draw(logits[index], row)
     return tokens
+
+
+def _adjust(logits: Tensor, row: SamplingRow) -> None:
+    """Apply penalties, biases and bans to one row, in place."""
+    params = row.params
+    if params.has_penalties:
+        _penalise(logits, row)
+    if params.logit_bias:
+        ids = list(params.logit_bias)
+        logits[ids] += torch.tensor([params.logit_bias[i] for i in ids])
+    if row.banned_ids:
+        logits[list(row.banned_ids)] = -torch.inf
+
+
+def _penalise(logits: Tensor, row: SamplingRow) -> None:
+    params = row.params
+    path = np.asarray(row.tokens)
+    seen = torch.from_numpy(np.unique(path)).long()
+    values = logits[seen]
+    logits[seen] = torch.where(
+        values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+    )
+    generated, counts = np.unique(path[row.num_prompt_tokens :], return_counts=True)
+    penalties = params.presence_penalty + params.frequency_penalty * counts
+    logits[torch.from_numpy(generated).long()] -= torch.from_numpy(penalties).float()
 
 
 def _draw(logits: Tensor, row: SamplingRow) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from phloem.runtime.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
+MAX_N = 10_000
+MAX_LOGPROBS = 1_000
+MAX_BIAS = 1_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,27 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens."""
 
+    n: int = 1
+    """Completions per prompt. Child i draws from (seed, i), and alone it would draw the same."""
+
+    logprobs: int | None = None
+    """Report the log-probability of each generated token, and of so many likeliest alternatives. None: do not."""
+
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, which are all computed for it: nothing of the prompt counts as cached."""
+
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt and output (Keskar et al., 2019)."""
+
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated already."""
+
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that a token was generated."""
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
@@ -70,6 +94,19 @@ class SamplingParams:
             _whole("seed", self.seed, at_least=0, at_most=MAX_SEED)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        _whole("n", self.n, at_least=1, at_most=MAX_N)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), at_least=0, at_most=MAX_LOGPROBS)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above_least=True)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _real(name, getattr(self, name), -MAX_BIAS, MAX_BIAS)
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def is_greedy(self) -> bool:
@@ -91,6 +128,15 @@ def _real(name: str, value: object, least: float, most: float, *, above_least: b
         bound = f"above {least:g}" if above_least else f"of at least {least:g}"
         limit = bound if most == math.inf else f"{bound} and at most {most:g}"
         raise InvalidRequest(f"{name} must be a finite number {limit}, not {value!r}")
+
+
+def _bias(bias: object) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, not {bias!r}")
+    for token_id, value in bias.items():
+        _whole("logit_bias token id", token_id, at_least=0)
+        _real(f"logit_bias[{token_id}]", value, -MAX_BIAS, MAX_BIAS)
+    return dict(bias)
 
 
 def _strings(stop: object) -> tuple[str, ...]:

@@ -13,11 +13,12 @@ Nothing here touches a tensor, and nothing here is thread-safe: the engine's loo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from phloem.radix import OutOfBlocks
 from phloem.runtime.batch import Batch, Refusal, Row
-from phloem.runtime.errors import CacheFull
+from phloem.runtime.errors import CacheFull, QueueFull
+from phloem.runtime.path import Path
 from phloem.runtime.path_cache import PathCache
 from phloem.runtime.request import Hold, Phase, Request
 
@@ -31,8 +32,11 @@ class Scheduler:
     another one is passed over until that block is there.
     """
 
-    def __init__(self, paths: PathCache, *, max_running: int, max_step_tokens: int) -> None:
+    def __init__(
+        self, paths: PathCache, *, max_running: int, max_step_tokens: int, max_waiting: int | None = None
+    ) -> None:
         self.paths = paths
+        self.max_waiting = max_waiting
         self.block_size = paths.block_size
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
@@ -53,7 +57,12 @@ class Scheduler:
 
         Raises:
             CacheFull: It needs more blocks than the pool has.
+            QueueFull: As many wait already as may.
         """
+        if self.max_waiting is not None and len(self.waiting) >= self.max_waiting:
+            raise QueueFull(
+                f"{len(self.waiting)} requests wait already, as many as max_waiting allows; try again later"
+            )
         needed = self.paths.blocks_for(len(request.tokens))
         num_blocks = self.paths.cache.pool.num_blocks
         if needed > num_blocks:
@@ -64,6 +73,10 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self.waiting.append(request)
+
+    def requests_on(self, path: Path) -> Iterator[Request]:
+        """Yield the unfinished requests on a path. O(requests)."""
+        return (request for request in (*self.running, *self.waiting) if request.path is path)
 
     def schedule(self) -> Batch:
         """Choose the rows of the next step, and lock and allocate what they need.
@@ -172,7 +185,7 @@ class Scheduler:
         self.waiting.remove(request)
         request.phase = Phase.RUNNING
         _insert_by_arrival(self.running, request)
-        if request.num_preemptions == 0:
+        if request.cached_tokens is None:
             request.cached_tokens = request.path.num_computed
         return True
 

@@ -254,7 +254,7 @@ def test_bad_sizes_are_refused(tiny_path: Path) -> None:
 def test_b29_a_step_that_raises_ends_its_requests_and_leaves_nothing_matchable(
     tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = tiny_engine._loop.runner.decoder
+    decoder = tiny_engine._core.loop.runner.decoder
     forward = type(decoder).forward
 
     def failing(self: object, *args: object) -> torch.Tensor:
@@ -276,7 +276,7 @@ def test_b29_a_row_whose_numbers_go_wrong_fails_alone(
 ) -> None:
     healthy = one(tiny_engine, TEXT).token_ids
     tiny_engine.clear_cache()
-    decoder = tiny_engine._loop.runner.decoder
+    decoder = tiny_engine._core.loop.runner.decoder
     forward = type(decoder).forward
 
     def poisoned(self: object, token_ids: torch.Tensor, *args: object) -> torch.Tensor:
@@ -353,7 +353,7 @@ def test_an_internal_error_ends_the_engine_but_hangs_nobody(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(tiny_path, num_blocks=64) as engine:
-        monkeypatch.setattr(engine._loop.scheduler, "schedule", lambda: 1 / 0)
+        monkeypatch.setattr(engine._core.loop.scheduler, "schedule", lambda: 1 / 0)
         with pytest.raises(EngineClosed, match=r"internal error.*ZeroDivisionError"):
             engine.generate(TEXT)
 

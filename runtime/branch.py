@@ -1,0 +1,333 @@
+"""The branch: a live handle on one token path. Everything else that phloem offers is a way to use branches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from array import array
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phloem.radix import Namespace
+from phloem.runtime.engine_core import EngineCore
+from phloem.runtime.errors import BranchReleased, InvalidRequest
+from phloem.runtime.fan_out import Child
+from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Progress, QueueSink, Sink
+from phloem.runtime.outputs import Chunk, Completion, TokenLogprob
+from phloem.runtime.path import Path
+from phloem.runtime.prompts import encode_continuation
+from phloem.runtime.request import Phase, Request
+from phloem.runtime.sampling_params import SamplingParams
+
+MAX_FORKS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a continuation is after a branch."""
+
+    token_logprobs: list[TokenLogprob]
+
+    @property
+    def total(self) -> float:
+        """Log-probability of the whole continuation."""
+        return sum(entry.logprob for entry in self.token_logprobs)
+
+    @property
+    def mean(self) -> float:
+        """Per token, which does not favour short continuations."""
+        return self.total / len(self.token_logprobs)
+
+
+class Branch:
+    """A path of tokens whose KV is kept for what comes next.
+
+    Made by `Engine.branch`, `fork`, `at` and `expand`. It locks the tree nodes that it runs through; when memory is short, the
+    engine suspends branches that wait, which then resume with a hit on whatever is still cached. It may be used from any
+    thread, with one generation at a time. Releasing it, leaving its `with` block, or losing the last reference frees its
+    blocks for eviction.
+    """
+
+    def __init__(self, core: EngineCore, path: Path, completion: Completion | None = None) -> None:
+        self._core = core
+        self._path = path
+        self._guard = threading.Lock()
+        self._request: Request | None = None
+        self._is_released = False
+        self.completion = completion
+        """Of the generation that made this branch, for those that `expand` returned."""
+
+        self._finalizer = weakref.finalize(self, core.loop.release, path)
+        self._finalizer.atexit = False
+
+    def __enter__(self) -> Branch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def __len__(self) -> int:
+        return len(self._live_path().tokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The path's tokens."""
+        return self._core.call(lambda: self._live_path().tokens.tolist()).result()
+
+    @property
+    def text(self) -> str:
+        """The path as text: a view, never the state."""
+        return self._core.tokenizer.decode(self.token_ids)
+
+    # Growing
+
+    def append(self, continuation: str | Sequence[int]) -> Branch:
+        """Append text or token ids. Nothing is computed yet.
+
+        Raises:
+            InvalidRequest: It is empty or holds ids that are none, or the branch is generating.
+            PromptTooLong: The path would not fit the context.
+        """
+        ids = self._encode(continuation, "continuation")
+
+        def extend() -> None:
+            path = self._idle_path()
+            self._core.check_length(len(path.tokens) + len(ids), new_tokens=0, name="the path")
+            path.tokens.extend(ids)
+
+        self._core.call(extend).result()
+        return self
+
+    def generate(self, params: SamplingParams | None = None) -> Completion:
+        """Generate on this branch; the tokens become part of its path.
+
+        Raises:
+            InvalidRequest: It is generating already, or `params` asks for what one branch can't give (`n`).
+            PhloemError: The generation failed; the path ends where it failed.
+        """
+        return self.stream(params).result()
+
+    def stream(self, params: SamplingParams | None = None) -> Generation:
+        """Generate piece by piece; leaving its `with` block aborts."""
+        sink = QueueSink()
+        return Generation(sink, self._start(sink, params))
+
+    async def agenerate(self, params: SamplingParams | None = None) -> Completion:
+        """Do as `generate`, for an event loop."""
+        sink = AsyncSink()
+        return await AsyncGeneration(sink, self._start(sink, params)).result()
+
+    async def astream(self, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+        """Do as `stream`, for an event loop. Closing the iterator aborts."""
+        sink = AsyncSink()
+        async with AsyncGeneration(sink, self._start(sink, params)) as generation:
+            async for chunk in generation:
+                yield chunk
+
+    # Branching
+
+    def fork(self, n: int = 1) -> list[Branch]:
+        """Return n branches of the same path, also while this one generates. They share all its KV; none is copied now.
+
+        Raises:
+            InvalidRequest: `n` is not from 1 to 100,000.
+        """
+        check_count("n", n)
+        return self._forks(None, n)
+
+    def at(self, index: int) -> Branch:
+        """Return a branch of the first `index` tokens of the path.
+
+        Raises:
+            InvalidRequest: `index` is not from 1 to the path's length.
+        """
+        return self._forks(index, 1)[0]
+
+    def expand(self, n: int, params: SamplingParams | None = None) -> list[Branch]:
+        """Generate n children from here; return a branch for each, with its `completion`. This branch stays as it is.
+
+        Child i draws from (seed, i, position): re-run alone with the same seed it gives the same.
+
+        Raises:
+            InvalidRequest: `n` is not from 1 to 100,000.
+            PhloemError: A child failed; the others have been aborted and released.
+        """
+        from phloem.runtime.expand import expand  # which makes branches
+
+        children = dict(expand(self._core, [self], n, params))
+        return [children[number] for number in range(n)]
+
+    async def aexpand(self, n: int, params: SamplingParams | None = None) -> list[Branch]:
+        """Do as `expand`, for an event loop."""
+        from phloem.runtime.expand import drop  # as above
+
+        check_count("n", n)
+        params = self._core.checked(params)
+        sinks = [AsyncSink() for _ in range(n)]
+        children = self._core.children(len(self), params, sinks, keeps_path=True)
+        self.fan_out(children)
+        try:
+            done = await asyncio.gather(*(self._finish(child) for child in children))
+        except BaseException:
+            for child in children:
+                drop(self._core, child)
+            raise
+        return list(done)
+
+    # Scoring
+
+    def score(self, continuations: Sequence[str | Sequence[int]]) -> list[Score]:
+        """Return the log-probabilities of continuations, all computed in one batch over the shared path.
+
+        The branch does not change, and its KV stays cached.
+
+        Raises:
+            InvalidRequest: A continuation is empty; or holds ids that are none.
+            PromptTooLong: The path with it would not fit the context.
+        """
+        children = self._score_children(continuations, QueueSink)
+        self.fan_out(children)
+        return [Score(self._result(child).prompt_logprobs or []) for child in children]
+
+    async def ascore(self, continuations: Sequence[str | Sequence[int]]) -> list[Score]:
+        """Do as `score`, for an event loop."""
+        children = self._score_children(continuations, AsyncSink)
+        self.fan_out(children)
+        return [Score((await self._aresult(child)).prompt_logprobs or []) for child in children]
+
+    def next_token_logprobs(
+        self, candidates: Sequence[int] | None = None, *, top: int = 20
+    ) -> list[tuple[int, float]]:
+        """Return (token id, log-probability) of the next token: of the candidates in their order, or of the likeliest.
+
+        Raises:
+            InvalidRequest: A candidate is no token id, or `top` is out of range.
+        """
+        ids = () if candidates is None else tuple(self._encode(candidates, "candidates"))
+        params = SamplingParams(max_tokens=1, temperature=0, logprobs=0 if ids else top, ignore_eos=True)
+        self._core.check_length(len(self), new_tokens=1, name="the path")
+        [child] = self._core.children(len(self), params, [QueueSink()])
+        child.candidate_ids = ids
+        self.fan_out([child])
+        result = self._result(child)
+        if ids:
+            return list(zip(ids, result.candidate_logprobs, strict=True))
+        assert result.logprobs is not None
+        return list(result.logprobs[0].top)
+
+    # Keeping and ending
+
+    def release(self) -> None:
+        """End the branch: its blocks can be evicted at once, and a generation on it is aborted. A second call does nothing."""
+        self._is_released = True
+        self._finalizer()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the branch as plain data: tokens and namespace. KV is not part of it: it comes back when it is needed."""
+        namespace = self._path.namespace
+        return {"token_ids": self.token_ids, "salt": namespace.salt, "adapter": namespace.adapter}
+
+    def fan_out(self, children: Sequence[Child]) -> None:
+        """Start children from the end of the path; for `expand` and `score`, which know how to end them."""
+        self._core.loop.fan_out(self._live_path(), children, keeps_path=True)
+
+    # Parts of the above
+
+    def _live_path(self) -> Path:
+        if self._is_released:
+            raise BranchReleased("the branch was released; fork it before, or open another one")
+        return self._path
+
+    def _idle_path(self) -> Path:
+        path = self._live_path()
+        if self._request is not None and self._request.phase is not Phase.FINISHED:
+            raise InvalidRequest("the branch is generating; wait for the end, or fork it", field="branch")
+        return path
+
+    def _start(self, sink: Sink, params: SamplingParams | None) -> Progress:
+        params = self._core.checked(params)
+        if params.n != 1:
+            raise InvalidRequest("a branch generates one continuation; use expand(n) for several", field="n")
+        with self._guard:
+            path = self._idle_path()
+            self._core.check_length(len(path.tokens), new_tokens=1, name="the path")
+            self._request = self._core.request(path, params, keeps_path=True)
+            self._core.submit(self._request, sink)
+        return Progress(self._request.id, self._core.loop.abort)
+
+    def _forks(self, index: int | None, n: int) -> list[Branch]:
+        def fork() -> list[Path]:
+            path = self._live_path()
+            size = len(path.tokens) if index is None else index
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= len(path.tokens):
+                raise InvalidRequest(
+                    f"index must be a whole number from 1 to the path's length of {len(path.tokens)}, not {index!r}",
+                    field="index",
+                )
+            return self._core.paths.fork_many(path, size, n)
+
+        return [Branch(self._core, path) for path in self._core.call(fork).result()]
+
+    def _score_children(
+        self, continuations: Sequence[str | Sequence[int]], make_sink: Callable[[], Sink]
+    ) -> list[Child]:
+        if isinstance(continuations, str) or not len(continuations):
+            raise InvalidRequest("continuations must be a list of one or more", field="continuations")
+        encoded = [self._encode(each, f"continuations[{index}]") for index, each in enumerate(continuations)]
+        for index, ids in enumerate(encoded):
+            self._core.check_length(
+                len(self) + len(ids), new_tokens=0, name=f"the path with continuations[{index}]"
+            )
+        children = self._core.children(len(self), SamplingParams(), [make_sink() for _ in encoded])
+        for child, ids in zip(children, encoded, strict=True):
+            child.max_new_tokens, child.appended, child.is_scored = 0, ids, True
+        return children
+
+    def _result(self, child: Child) -> Completion:
+        assert isinstance(child.sink, QueueSink)
+        return Generation(child.sink, Progress(child.request_id, self._core.loop.abort)).result()
+
+    async def _aresult(self, child: Child) -> Completion:
+        assert isinstance(child.sink, AsyncSink)
+        return await AsyncGeneration(child.sink, Progress(child.request_id, self._core.loop.abort)).result()
+
+    async def _finish(self, child: Child) -> Branch:
+        completion = await self._aresult(child)
+        assert child.request is not None
+        return Branch(self._core, child.request.path, completion)
+
+    def _encode(self, continuation: str | Sequence[int], name: str) -> array[int]:
+        core = self._core
+        return encode_continuation(continuation, core.tokenizer, vocab_size=core.model.vocab_size, name=name)
+
+
+def branch_from_dict(core: EngineCore, state: Mapping[str, Any]) -> Branch:
+    """Return the branch that `Branch.to_dict` described.
+
+    Raises:
+        InvalidRequest: The description is not one of these.
+    """
+    if not isinstance(state, Mapping) or set(state) != {"token_ids", "salt", "adapter"}:
+        raise InvalidRequest(
+            "a branch's description has token_ids, salt and adapter, and nothing else", field="state"
+        )
+    tokens = encode_continuation(
+        state["token_ids"], core.tokenizer, vocab_size=core.model.vocab_size, name="token_ids"
+    )
+    namespace = Namespace(salt=state["salt"], adapter=state["adapter"])
+    return Branch(core, core.new_path(tokens, namespace, name="token_ids"))
+
+
+def check_count(name: str, value: object) -> None:
+    """Check a number of branches.
+
+    Raises:
+        InvalidRequest: It is not a whole number from 1 to 100,000.
+    """
+    good = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_FORKS
+    if not good:
+        raise InvalidRequest(
+            f"{name} must be a whole number from 1 to {MAX_FORKS:,}, not {value!r}", field=name
+        )

@@ -1,0 +1,189 @@
+"""What `Engine` and `Branch` share: one model's tokenizer, limits and loop, and the making of requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from phloem.radix import Namespace
+from phloem.runtime.engine_loop import EngineLoop
+from phloem.runtime.errors import InvalidRequest, PromptTooLong
+from phloem.runtime.fan_out import Child
+from phloem.runtime.generation import Sink
+from phloem.runtime.models.config import ModelConfig
+from phloem.runtime.output import OutputStream
+from phloem.runtime.path import Path
+from phloem.runtime.path_cache import PathCache
+from phloem.runtime.request import Request
+from phloem.runtime.sampling_params import SamplingParams
+from phloem.runtime.tokenizer import Tokenizer
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCore:
+    """A running engine without its face. May be used from any thread."""
+
+    model: ModelConfig
+    tokenizer: Tokenizer
+    loop: EngineLoop
+    identity: Namespace
+    """Namespace of this model's KV, without a caller's salt and adapter."""
+
+    max_model_len: int
+    """Longest path, in tokens."""
+
+    length_advice: str
+    """What to change when a path is longer than that."""
+
+    _request_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def paths(self) -> PathCache:
+        """Only for functions that run in the engine's thread: see `call`."""
+        return self.loop.scheduler.paths
+
+    def call(self, function: Callable[[], Value]) -> Future[Value]:
+        """Run a function in the engine's thread, between two steps.
+
+        Raises:
+            EngineClosed: The engine was closed.
+        """
+        return self.loop.call(function)
+
+    def next_request_id(self) -> str:
+        """Return an id that no other request of this engine has."""
+        return str(next(self._request_numbers))
+
+    def namespace(self, namespace: Namespace | None) -> Namespace:
+        """Return where the KV of a caller's namespace is kept.
+
+        Raises:
+            InvalidRequest: It is no Namespace.
+        """
+        if namespace is None:
+            return self.identity
+        if not isinstance(namespace, Namespace):
+            raise InvalidRequest(
+                f"namespace must be a Namespace, not {type(namespace).__name__}", field="namespace"
+            )
+        return dataclasses.replace(self.identity, salt=namespace.salt, adapter=namespace.adapter)
+
+    def check_length(self, num_tokens: int, *, new_tokens: int, name: str) -> None:
+        """Check that a path and what is to come fit.
+
+        Raises:
+            PromptTooLong: They do not.
+        """
+        if num_tokens + new_tokens <= self.max_model_len:
+            return
+        room = ", and at least one must be left for the answer" if new_tokens else ""
+        raise PromptTooLong(
+            f"{name} has {num_tokens} tokens; {self.length_advice.format(limit=self.max_model_len, room=room)}",
+            field=name,
+        )
+
+    def new_path(self, tokens: array[int], namespace: Namespace | None, *, name: str) -> Path:
+        """Make a path of checked tokens.
+
+        Raises:
+            PromptTooLong: It leaves no room for a token more.
+            InvalidRequest: The namespace is none.
+        """
+        self.check_length(len(tokens), new_tokens=1, name=name)
+        return Path(self.namespace(namespace), tokens)
+
+    def checked(self, params: SamplingParams | None) -> SamplingParams:
+        """Return parameters that this model can serve; None are the defaults.
+
+        Raises:
+            InvalidRequest: They are none, or name token ids that the model does not have.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(
+                f"params must be SamplingParams, not {type(params).__name__}", field="params"
+            )
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token_id in ids:
+                if token_id >= self.model.vocab_size:
+                    raise InvalidRequest(
+                        f"{name} names token {token_id}; this model's token ids go from 0 to {self.model.vocab_size - 1}",
+                        field=name,
+                    )
+        return params
+
+    def children(
+        self,
+        path_len: int,
+        params: SamplingParams,
+        sinks: Sequence[Sink],
+        *,
+        keeps_path: bool = False,
+        timeout_s: float | None = None,
+    ) -> list[Child]:
+        """Make children that generate from the end of a path of `path_len` tokens, each with its own draws."""  # fmt: skip
+        seed = self.seed_of(params)
+        room = self.max_model_len - path_len
+        return [
+            Child(
+                request_id=self.next_request_id(),
+                params=params,
+                seed=seed,
+                index=index,
+                sink=sink,
+                max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+                keeps_path=keeps_path,
+                deadline_s=deadline(timeout_s),
+            )
+            for index, sink in enumerate(sinks)
+        ]
+
+    def request(
+        self, path: Path, params: SamplingParams, *, keeps_path: bool = False, timeout_s: float | None = None
+    ) -> Request:
+        """Make a request that generates on a path."""
+        limit = self.max_model_len
+        return Request(
+            id=self.next_request_id(),
+            path=path,
+            params=params,
+            seed=self.seed_of(params),
+            max_len=limit if params.max_tokens is None else min(limit, len(path.tokens) + params.max_tokens),
+            logits_from=None if params.prompt_logprobs is None else 0,
+            keeps_path=keeps_path,
+            deadline_s=deadline(timeout_s),
+        )
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request.
+
+        Raises:
+            EngineClosed: The engine was closed.
+        """
+        self.loop.submit(OutputStream(request, sink, self.tokenizer))
+
+    def seed_of(self, params: SamplingParams) -> int:
+        """Return the seed that was asked for, or a random one."""
+        return secrets.randbits(63) if params.seed is None else params.seed
+
+
+def deadline(timeout_s: float | None) -> float | None:
+    """Return when a timeout that begins now ends, on `time.monotonic`'s clock.
+
+    Raises:
+        InvalidRequest: It is not above 0.
+    """
+    if timeout_s is None:
+        return None
+    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise InvalidRequest(f"timeout_s must be a number above 0, not {timeout_s!r}", field="timeout_s")
+    return time.monotonic() + timeout_s

@@ -1,0 +1,84 @@
+"""One path computed once, then several requests that go on from its end: `n`, `expand` and `score` are all this."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from phloem.runtime.errors import BranchReleased
+from phloem.runtime.generation import Item, Sink
+from phloem.runtime.path import Path
+from phloem.runtime.request import Request
+from phloem.runtime.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """A request that will start from a fork of a path, once that is computed."""
+
+    request_id: str
+    params: SamplingParams
+    seed: int
+    index: int
+    sink: Sink
+    max_new_tokens: int
+    """Tokens to generate; 0 to compute and score only."""
+
+    appended: array[int] = field(default_factory=lambda: array("i"))
+    """Tokens between the end of the path and what is generated."""
+
+    is_scored: bool = False
+    """Whether the log-probabilities of `appended` are wanted."""
+
+    candidate_ids: tuple[int, ...] = ()
+    keeps_path: bool = False
+    deadline_s: float | None = None
+    request: Request | None = None
+    """Set when it starts, or when it is aborted before."""
+
+    def request_on(self, fork: Path) -> Request:
+        """Make the request, on its own fork of the parent's path."""
+        parent_len = len(fork.tokens)
+        fork.tokens.extend(self.appended)
+        self.request = Request(
+            id=self.request_id,
+            path=fork,
+            params=self.params,
+            seed=self.seed,
+            max_len=len(fork.tokens) + self.max_new_tokens,
+            child_index=self.index,
+            logits_from=parent_len - 1 if self.is_scored else None,
+            candidate_ids=self.candidate_ids,
+            keeps_path=self.keeps_path,
+            deadline_s=self.deadline_s,
+        )
+        return self.request
+
+
+class FanOut:
+    """The sink of a request that computes a path; starts the children when it has. Lives in the engine's thread."""
+
+    def __init__(
+        self, children: Sequence[Child], *, start: Callable[[Child], Request], on_end: Callable[[], None]
+    ) -> None:
+        self._children = children
+        self._start = start
+        self._on_end = on_end
+
+    def put(self, item: Item) -> None:
+        """Take the end of the computation: start the children, or pass the error on to all of them."""
+        if isinstance(item, Exception):
+            for child in self._children:
+                child.sink.put(item)
+        elif item.completion is not None and item.completion.finish_reason == "abort":
+            for child in self._children:
+                child.sink.put(BranchReleased("the branch was released before its children could start"))
+        elif item.completion is not None:
+            waiting = [child for child in self._children if child.request is None]
+            for child in waiting:
+                request = self._start(child)
+                # What the path itself had to compute is counted once, with the first child.
+                if child is waiting[0]:
+                    request.cached_tokens = item.completion.usage.cached_tokens
+        self._on_end()
