@@ -154,27 +154,22 @@ class Branch:
             InvalidRequest: `n` is not from 1 to 100,000.
             PhloemError: A child failed; the others have been aborted and released.
         """
-        from phloem.runtime.expand import expand  # which makes branches
-
-        children = dict(expand(self._core, [self], n, params))
-        return [children[number] for number in range(n)]
+        children = self._children_of(n, params, QueueSink)
+        try:
+            return [self._branch_of(child, self._result(child)) for child in children]
+        except BaseException:
+            self._core.drop(children)
+            raise
 
     async def aexpand(self, n: int, params: SamplingParams | None = None) -> list[Branch]:
         """Do as `expand`, for an event loop."""
-        from phloem.runtime.expand import drop  # as above
-
-        check_count("n", n)
-        params = self._core.checked(params)
-        sinks = [AsyncSink() for _ in range(n)]
-        children = self._core.children(len(self), params, sinks, keeps_path=True)
-        self.fan_out(children)
+        children = self._children_of(n, params, AsyncSink)
         try:
-            done = await asyncio.gather(*(self._finish(child) for child in children))
+            results = await asyncio.gather(*(self._aresult(child) for child in children))
+            return [self._branch_of(child, result) for child, result in zip(children, results, strict=True)]
         except BaseException:
-            for child in children:
-                drop(self._core, child)
+            self._core.drop(children)
             raise
-        return list(done)
 
     # Scoring
 
@@ -293,8 +288,15 @@ class Branch:
         assert isinstance(child.sink, AsyncSink)
         return await AsyncGeneration(child.sink, Progress(child.request_id, self._core.loop.abort)).result()
 
-    async def _finish(self, child: Child) -> Branch:
-        completion = await self._aresult(child)
+    def _children_of(
+        self, n: int, params: SamplingParams | None, make_sink: Callable[[], Sink]
+    ) -> list[Child]:
+        params = check_expansion(self._core, n, params)
+        children = self._core.children(len(self), params, [make_sink() for _ in range(n)], keeps_path=True)
+        self.fan_out(children)
+        return children
+
+    def _branch_of(self, child: Child, completion: Completion) -> Branch:
         assert child.request is not None
         return Branch(self._core, child.request.path, completion)
 
@@ -331,3 +333,16 @@ def check_count(name: str, value: object) -> None:
         raise InvalidRequest(
             f"{name} must be a whole number from 1 to {MAX_FORKS:,}, not {value!r}", field=name
         )
+
+
+def check_expansion(core: EngineCore, n: object, params: SamplingParams | None) -> SamplingParams:
+    """Check the arguments of `expand`.
+
+    Raises:
+        InvalidRequest: One is wrong.
+    """
+    check_count("n", n)
+    params = core.checked(params)
+    if params.n != 1:
+        raise InvalidRequest("expand takes the number of children by itself; leave params.n at 1", field="n")
+    return params

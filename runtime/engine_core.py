@@ -7,7 +7,7 @@ import itertools
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -170,6 +170,13 @@ class EngineCore:
             EngineClosed: The engine was closed.
         """
         self.loop.submit(OutputStream(request, sink, self.tokenizer))
+
+    def drop(self, children: Iterable[Child]) -> None:
+        """Abort children that nobody waits for any more, and give back their paths. Does not wait."""
+        for child in children:
+            self.loop.abort(child.request_id)
+            if child.request is not None:
+                self.loop.release(child.request.path)
 
     def seed_of(self, params: SamplingParams) -> int:
         """Return the seed that was asked for, or a random one."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator, Sequence
 
-from phloem.runtime.branch import Branch, check_count
+from phloem.runtime.branch import Branch, check_expansion
 from phloem.runtime.engine_core import EngineCore
-from phloem.runtime.errors import InvalidRequest
 from phloem.runtime.fan_out import Child
 from phloem.runtime.generation import Item
 from phloem.runtime.sampling_params import SamplingParams
@@ -35,10 +34,7 @@ def expand(
     Arguments are checked at once; the children start with the first `next`. What has not finished when the iterator is
     closed, or fails, is aborted and released.
     """
-    check_count("n", n)
-    params = core.checked(params)
-    if params.n != 1:
-        raise InvalidRequest("expand takes the number of children by itself; leave params.n at 1", field="n")
+    params = check_expansion(core, n, params)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     families = []
     for branch in branches:
@@ -64,12 +60,4 @@ def _run(
             assert request is not None
             yield number, Branch(core, request.path, item.completion)
     finally:
-        for number in numbers.values():
-            drop(core, children[number])
-
-
-def drop(core: EngineCore, child: Child) -> None:
-    """Abort a child that nobody waits for any more, and give back its path."""
-    core.loop.abort(child.request_id)
-    if child.request is not None:
-        core.loop.release(child.request.path)
+        core.drop([children[number] for number in numbers.values()])
