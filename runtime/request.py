@@ -65,6 +65,9 @@ class Request:
     """When it is given up, on `time.monotonic`'s clock. None: never."""
 
     num_preemptions: int = 0
+    passes: int = 0
+    """How often a younger request was admitted before it."""
+
     hold: Hold | None = None
 
     def __post_init__(self) -> None:

@@ -24,12 +24,21 @@ from phloem.runtime.request import Hold, Phase, Request
 
 TOKEN_BYTES = 4
 
+WINDOW = 64
+"""How many of the oldest waiting requests are compared when one is admitted."""
+
+MAX_PASSES = 16
+"""How often a request may see a younger one admitted before it, for that one's longer cached prefix."""
+
 
 class Scheduler:
     """Continuous batching over a radix cache: decodes first, then chunks of prefill, within a budget of tokens.
 
-    Owns every request's phase. Requests are admitted first come, first served; a request whose next block is being computed for
-    another one is passed over until that block is there.
+    Owns every request's phase. Among waiting requests the longest cached prefix goes first, within bounds (`_next_waiting`); a
+    request whose next block is being computed for another one is held back until that block is there.
+
+    Progress: the oldest running request is never preempted, so it ends; then the next one is the oldest. The oldest waiting
+    request is admitted after at most `MAX_PASSES` others, or refused when it does not fit with nothing else running.
     """
 
     def __init__(
@@ -154,18 +163,41 @@ class Scheduler:
     # Admission
 
     def _admit_waiting(self, batch: Batch, budget: int) -> None:
-        for request in list(self.waiting):
-            if budget == 0 or len(self.running) >= self.max_running:
-                return
-            if self._is_held(request):
-                continue
-            if not self._admit(request, batch):
-                # First come, first served: nobody overtakes a request that waits for memory.
+        while budget > 0 and len(self.running) < self.max_running:
+            request = self._next_waiting()
+            # When it waits for memory, nobody overtakes it: those behind it have less in the cache, or came later.
+            if request is None or not self._admit(request, batch):
                 return
             if request.num_pending > 0:
                 budget -= self._add_row(batch, request, budget)
             else:
                 batch.computed.append(request)
+
+    def _next_waiting(self) -> Request | None:
+        """Choose whom to admit next; None when all are held back.
+
+        Among the oldest waiting request and those of its namespace in the window behind it, the one with the longest
+        cached prefix: what it needs is there now, and may be evicted later. (In SGLang: longest prefix match first.) The order of
+        namespaces never depends on what they have cached, so that no tenant can see in its waiting times what another sent.
+        Whoever was passed over `MAX_PASSES` times goes first: so once a request is the oldest, at most that many are admitted
+        before it.
+        """
+        window = [request for request in self.waiting[:WINDOW] if not self._is_held(request)]
+        if not window:
+            return None
+        oldest = window[0]
+        if not self.paths.prefix_cache or oldest.passes >= MAX_PASSES:
+            return oldest
+        rivals = [request for request in window if request.namespace == oldest.namespace]
+        chosen = max(rivals, key=self._cached_tokens)  # the oldest of equals
+        for request in rivals[: rivals.index(chosen)]:
+            request.passes += 1
+        return chosen
+
+    def _cached_tokens(self, request: Request) -> int:
+        if request.path.is_resident:
+            return request.path.num_computed
+        return self.paths.cached_tokens(request.path, reusable=request.reusable)
 
     def _admit(self, request: Request, batch: Batch) -> bool:
         """Lock the request's cached prefix and allocate the rest. False: it can't run now, or was refused for good."""

@@ -1,10 +1,13 @@
 """The scheduler over a real radix cache, with a shadow of the KV memory that checks every read (tests/support/stepping.py)."""
 
+import random
+
 import pytest
 from stepping import Stepper
 
-from phloem.runtime import CacheFull
+from phloem.runtime import CacheFull, QueueFull
 from phloem.runtime.request import Phase
+from phloem.runtime.scheduler import MAX_PASSES
 
 
 def tokens(count: int, *, start: int = 0) -> list[int]:
@@ -179,19 +182,90 @@ def test_no_more_than_max_running_requests_run() -> None:
         assert len(stepper.step().rows) <= 3
 
 
+def admissions(stepper: Stepper) -> list[str]:
+    """Names in the order in which they were first computed."""
+    names = [row.request.id for batch in stepper.batches for row in batch.rows]
+    return list(dict.fromkeys(names))
+
+
 def test_nobody_overtakes_a_request_that_waits_for_memory() -> None:
     stepper = Stepper(num_blocks=6, block_size=4)
     stepper.add(tokens(12), max_tokens=4, name="running")
     stepper.step()
     stepper.add(tokens(16, start=30), name="large")
     stepper.add(tokens(1, start=70), name="small")
-    finished = []
-    while stepper.scheduler.has_work:
-        finished += [row.request.id for row in stepper.step().rows if row.request.phase is Phase.FINISHED]
-    assert finished == ["running", "large", "small"] or finished == ["running", "small", "large"]
-    first_rows = [[row.request.id for row in batch.rows] for batch in stepper.batches]
-    assert all("small" not in rows or "large" in rows or any("large" in r for r in first_rows[: i + 1])
-               for i, rows in enumerate(first_rows))  # fmt: skip
+    stepper.run()
+    assert admissions(stepper) == ["running", "large", "small"]
+
+
+def test_the_longest_cached_prefix_goes_first() -> None:
+    stepper = Stepper(num_blocks=64, max_running=1)
+    stepper.add(tokens(40), name="first")
+    stepper.run()
+    stepper.add(tokens(20, start=60), name="cold")
+    stepper.add([*tokens(12), 99], name="warm")
+    stepper.add([*tokens(36), 99], name="warmer")
+    stepper.run()
+    assert admissions(stepper) == ["first", "warmer", "warm", "cold"]
+
+
+def test_the_oldest_is_passed_over_a_bounded_number_of_times() -> None:
+    stepper = Stepper(num_blocks=64, max_running=1)
+    stepper.add(tokens(40), name="first")
+    stepper.run()
+    stepper.add(tokens(20, start=60), name="cold")
+    for number in range(100):
+        stepper.add([*tokens(36), 90], name=f"hot {number}")
+        if number % 3 == 2:
+            stepper.step()
+    stepper.run()
+    assert admissions(stepper).index("cold") == 1 + MAX_PASSES
+
+
+def test_what_another_namespace_has_cached_changes_no_order() -> None:
+    stepper = Stepper(num_blocks=64, max_running=1)
+    stepper.add(tokens(40), salt="rich", name="first")
+    stepper.run()
+    stepper.add(tokens(20, start=60), salt="poor", name="cold")
+    stepper.add(tokens(40), salt="rich", name="warm")
+    stepper.run()
+    assert admissions(stepper) == ["first", "cold", "warm"]
+
+
+@pytest.mark.parametrize(("max_running", "num_paths"), [(1, 1), (4, 8)])
+def test_a_batch_costs_the_distinct_tokens_of_its_tree_when_memory_holds_the_longest_path(
+    max_running: int, num_paths: int
+) -> None:
+    draw = random.Random(5)
+    branching, depth = 3, 4
+    prompts: list[list[int]] = [[]]
+    for _ in range(depth):
+        prompts = [
+            [*prompt, *(draw.randrange(10**6) for _ in range(8))]
+            for prompt in prompts
+            for _ in range(branching)
+        ]
+    distinct = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
+    longest = depth * 8 // 4
+    # Several at once run ahead while twins wait, and need room for the paths that they are on.
+    stepper = Stepper(num_blocks=num_paths * (longest + 1), block_size=4, max_running=max_running)
+    for number, prompt in enumerate(sorted(prompts)):
+        stepper.add(prompt, name=str(number))
+    stepper.run()
+    assert stepper.computed == len(distinct)
+    assert sum(map(len, prompts)) > 2 * len(distinct)
+    assert stepper.cache.stats().evictions > 0
+
+
+def test_a_full_queue_refuses_one_more() -> None:
+    stepper = Stepper(num_blocks=64, max_running=1, max_waiting=2)
+    for number in range(2):
+        stepper.add(tokens(4, start=number * 10))
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        stepper.add(tokens(4, start=50))
+    stepper.step()
+    stepper.add(tokens(4, start=50))
+    stepper.run()
 
 
 def test_with_the_cache_off_nothing_is_shared_and_nothing_is_kept() -> None:
@@ -221,8 +295,6 @@ def test_two_cold_requests_that_meet_keep_one_copy() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_b31_random_programs_read_only_what_is_theirs_and_give_the_same_answers(seed: int) -> None:
-    import random
-
     draw = random.Random(seed)
     block_size = draw.choice([1, 2, 4, 8])
     num_blocks = draw.choice([3, 4, 5, 6, 8, 12, 40])
