@@ -107,7 +107,7 @@ class PathCache:
         self._idle.pop(path, None)
         if path.ref is not None:
             self.cache.unlock(path.ref)
-        self._free_tail(path, path.num_committed // self.block_size)
+        self._free_from(path, path.num_committed // self.block_size)
         path.ref = None
         path.block_table = []
         path.num_committed = path.num_computed = 0
@@ -116,9 +116,7 @@ class PathCache:
 
     def park(self, path: Path) -> None:
         """Make an active path idle: it keeps its lock and its tail, and gives back blocks that it has not written to."""
-        used = self.blocks_for(path.num_computed)
-        self.cache.free(path.block_table[used:])
-        del path.block_table[used:]
+        self._free_from(path, self.blocks_for(path.num_computed))
         if path.is_resident:
             self._idle[path] = None
 
@@ -216,13 +214,15 @@ class PathCache:
         child.block_table = hit.blocks
         child.num_committed = child.num_computed = hit.num_tokens
 
-    def _free_tail(self, path: Path, index: int) -> None:
-        """Give back the blocks from `index` on; a tail that others read as well stays theirs."""
+    def _free_from(self, path: Path, index: int) -> None:
+        """Give back the private blocks from `index` of the block table on; a tail that others read as well stays theirs."""
         private = path.block_table[index:]
-        if path.tail is not None:
+        del path.block_table[index:]
+        place = path.num_committed // self.block_size - index
+        if path.tail is not None and place >= 0:
             path.tail.num_sharers -= 1
             if path.tail.num_sharers > 0:
-                private = private[1:]
+                del private[place]
             path.tail = None
         self.cache.free(private)
 

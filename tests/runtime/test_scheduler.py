@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from branch_program import BranchProgram
 from stepping import Stepper
 
 from phloem.runtime import CacheFull, QueueFull
@@ -335,3 +336,20 @@ def test_b31_random_programs_read_only_what_is_theirs_and_give_the_same_answers(
         if request.id in expected:
             assert request.output_ids == expected[request.id]
         assert (request.cached_tokens or 0) <= request.num_prompt_tokens - 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_b31_random_branches_read_only_what_is_theirs_and_lose_no_block(seed: int) -> None:
+    program = BranchProgram(seed)
+    for _ in range(80):
+        program.act()
+    program.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1020))
+def test_b31_many_random_branches(seed: int) -> None:
+    program = BranchProgram(seed)
+    for _ in range(2000):
+        program.act()
+    program.finish()

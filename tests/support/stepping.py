@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from phloem.radix import BlockPool, Namespace, RadixCache
 from phloem.runtime import SamplingParams
-from phloem.runtime.batch import Batch
+from phloem.runtime.batch import Batch, Row
 from phloem.runtime.path import Path
 from phloem.runtime.path_cache import PathCache
 from phloem.runtime.request import Phase, Request
@@ -50,6 +50,8 @@ class Stepper:
         self.computed = 0
         self.batches: list[Batch] = []
         self.refused: list[Request] = []
+        self.scored: dict[str, int] = {}
+        """How many positions of each request were scored."""
 
     def add(
         self, tokens: Sequence[int], *, max_tokens: int = 1, salt: str | None = None, name: str = "r"
@@ -60,6 +62,29 @@ class Stepper:
             params=SamplingParams(max_tokens=max_tokens),
             seed=0,
             max_len=len(tokens) + max_tokens,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def add_on(
+        self,
+        path: Path,
+        appended: Sequence[int],
+        *,
+        max_tokens: int,
+        scored_from: int | None = None,
+        name: str = "r",
+    ) -> Request:
+        """Add a request on a path that a branch keeps; with `max_tokens` 0 it computes and scores only."""
+        path.tokens.extend(appended)
+        request = Request(
+            id=name,
+            path=path,
+            params=SamplingParams(),
+            seed=0,
+            max_len=len(path.tokens) + max_tokens,
+            logits_from=scored_from,
+            keeps_path=True,
         )
         self.scheduler.add(request)
         return request
@@ -82,9 +107,10 @@ class Stepper:
         self.computed += batch.num_tokens
         self.scheduler.commit(batch.rows)
         self.cache.check()
+        for request in batch.computed:
+            self.scheduler.finish(request)
         for row in batch.rows:
-            if row.samples:
-                self._append_next(row.request)
+            self._deliver(row)
         self.cache.check()
         self.batches.append(batch)
         return batch
@@ -97,7 +123,8 @@ class Stepper:
             self.step()
         assert not self.scheduler.has_work, "no progress"
         stats = self.cache.stats()
-        assert stats.locked == stats.private == 0
+        if not self.paths.num_idle:
+            assert stats.locked == stats.private == 0
 
     def output_of(self, tokens: Sequence[int], *, max_tokens: int, salt: str | None = None) -> list[int]:
         """What any correct run generates."""
@@ -121,6 +148,16 @@ class Stepper:
         values = digests(request.namespace, request.tokens[:end])
         for position in range(start, end):
             self.memory[self._slot(request, position)] = values[position]
+
+    def _deliver(self, row: Row) -> None:
+        request = row.request
+        if row.scored:
+            self.scored[request.id] = self.scored.get(request.id, 0) + len(row.scored)
+            request.logits_from = row.scored.stop
+        if row.samples:
+            self._append_next(request)
+        elif not request.samples and request.num_pending == 0:
+            self.scheduler.finish(request)
 
     def _append_next(self, request: Request) -> None:
         assert request.phase is Phase.RUNNING
