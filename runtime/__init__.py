@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         QueueFull,
         StepFailed,
     )
+    from phloem.runtime.grammar import Grammar
     from phloem.runtime.outputs import Chunk, Completion, EngineStats, TokenLogprob, Usage
     from phloem.runtime.sampling_params import SamplingParams
 
@@ -42,6 +43,7 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "EngineStats",
+    "Grammar",
     "GrammarError",
     "InvalidRequest",
     "ModelCorrupted",
@@ -70,6 +72,7 @@ _HOMES = {
     "Usage": "phloem.runtime.outputs",
     "Branch": "phloem.runtime.branch",
     "Score": "phloem.runtime.branch",
+    "Grammar": "phloem.runtime.grammar",
     "SamplingParams": "phloem.runtime.sampling_params",
 }
 """Where each name lives; those not listed are errors."""

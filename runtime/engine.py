@@ -23,6 +23,7 @@ from phloem.runtime.engine_loop import EngineLoop
 from phloem.runtime.errors import InvalidRequest
 from phloem.runtime.expand import expand
 from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Progress, QueueSink
+from phloem.runtime.grammar import GrammarCompiler
 from phloem.runtime.memory import pool_size
 from phloem.runtime.model_runner import ModelRunner
 from phloem.runtime.models.loading import LoadedModel, load_model
@@ -326,6 +327,7 @@ def _build(name: str | Path, config: EngineConfig) -> EngineCore:
         ),
         identity=Namespace(model=loaded.fingerprint, kv_dtype=str(store.dtype).removeprefix("torch.")),
         max_model_len=limit,
+        grammars=GrammarCompiler(loaded.tokenizer, loaded.config.vocab_size),
         length_advice="the KV pool holds {limit}{room}: raise num_blocks or kv_memory_bytes"
         if is_pool
         else "the context is {limit}{room}: shorten it",

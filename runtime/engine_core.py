@@ -17,6 +17,7 @@ from phloem.runtime.engine_loop import EngineLoop
 from phloem.runtime.errors import InvalidRequest, PromptTooLong
 from phloem.runtime.fan_out import Child
 from phloem.runtime.generation import Sink
+from phloem.runtime.grammar import Constraint, GrammarCompiler
 from phloem.runtime.models.config import ModelConfig
 from phloem.runtime.output import OutputStream
 from phloem.runtime.path import Path
@@ -41,6 +42,7 @@ class EngineCore:
     max_model_len: int
     """Longest path, in tokens."""
 
+    grammars: GrammarCompiler
     length_advice: str
     """What to change when a path is longer than that."""
 
@@ -106,12 +108,14 @@ class EngineCore:
 
         Raises:
             InvalidRequest: They are none, or name token ids that the model does not have.
+            GrammarError: The grammar is unsound, unsupported, or nothing satisfies it.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(
                 f"params must be SamplingParams, not {type(params).__name__}", field="params"
             )
+        self.constraint(params)
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             for token_id in ids:
                 if token_id >= self.model.vocab_size:
@@ -141,6 +145,7 @@ class EngineCore:
                 index=index,
                 sink=sink,
                 max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+                constraint=self.constraint(params),
                 keeps_path=keeps_path,
                 deadline_s=deadline(timeout_s),
             )
@@ -159,9 +164,18 @@ class EngineCore:
             seed=self.seed_of(params),
             max_len=limit if params.max_tokens is None else min(limit, len(path.tokens) + params.max_tokens),
             logits_from=None if params.prompt_logprobs is None else 0,
+            constraint=self.constraint(params),
             keeps_path=keeps_path,
             deadline_s=deadline(timeout_s),
         )
+
+    def constraint(self, params: SamplingParams) -> Constraint | None:
+        """Return a fresh constraint for one generation; compiled once per grammar.
+
+        Raises:
+            GrammarError: The grammar is unsound, unsupported, or nothing satisfies it.
+        """
+        return None if params.grammar is None else self.grammars.compile(params.grammar)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request.

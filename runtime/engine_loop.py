@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from phloem.runtime.batch import Batch
-from phloem.runtime.errors import CacheFull, EngineClosed, InvalidRequest, QueueFull, StepFailed
+from phloem.runtime.errors import CacheFull, EngineClosed, GrammarError, InvalidRequest, QueueFull, StepFailed
 from phloem.runtime.fan_out import Child, FanOut
 from phloem.runtime.model_runner import ModelRunner, RowResult
 from phloem.runtime.output import OutputStream
@@ -61,7 +61,7 @@ class EngineLoop:
         """Held to post a command and to close, so that no command is posted which nobody will run. Reentrant, since a
         collected branch posts its release, and the garbage collector may run here."""
         self._num_threads = num_threads
-        self._steps = self._computed = self._generated = self._failed_steps = 0
+        self._steps = self._computed = self._generated = self._forced = self._failed_steps = 0
         # A daemon, so that a program which forgets to close its engine can still end.
         self._thread = threading.Thread(target=self._main, name="phloem-engine", daemon=True)
         self._thread.start()
@@ -126,6 +126,7 @@ class EngineLoop:
             steps=self._steps,
             computed_tokens=self._computed,
             generated_tokens=self._generated,
+            forced_tokens=self._forced,
             preemptions=self.scheduler.preemptions,
             failed_steps=self._failed_steps,
         )
@@ -159,6 +160,7 @@ class EngineLoop:
         while not self._commands.empty():
             self._commands.get()()
         self._end_all(EngineClosed(reason))
+        self.runner.close()
 
     def _run_commands(self) -> None:
         """Run what is queued; with no request to work on, wait for a command."""
@@ -198,15 +200,39 @@ class EngineLoop:
     def _deliver(self, result: RowResult) -> None:
         request = result.row.request
         stream = self._streams[request.id]
+        try:
+            self._extend(stream, result)
+        except GrammarError as error:
+            self._fail(request.id, error)
+            return
+        self._finish_if_ended(stream)
+        if not request.samples and request.num_pending == 0:
+            self._finish_computed(request)
+
+    def _finish_if_ended(self, stream: OutputStream) -> None:
+        if stream.finish_reason is not None:
+            self.scheduler.finish(stream.request)
+            del self._streams[stream.request.id]
+
+    def _extend(self, stream: OutputStream, result: RowResult) -> None:
+        """Append what was sampled, and then what the grammar forces, which takes no step of its own (fast-forward)."""
+        if result.error is not None:
+            raise result.error
+        tokens = stream.request.tokens
         if result.token_id is not None:
-            request.tokens.append(result.token_id)
+            tokens.append(result.token_id)
             self._generated += 1
         stream.take(result)
-        if stream.finish_reason is not None:
-            self.scheduler.finish(request)
-            del self._streams[request.id]
-        elif not request.samples and request.num_pending == 0:
-            self._finish_computed(request)
+        if result.token_id is not None:
+            self._force(stream)
+
+    def _force(self, stream: OutputStream) -> None:
+        for token_id in stream.forced_ids():
+            if stream.finish_reason is not None:
+                return
+            stream.request.tokens.append(token_id)
+            self._forced += 1
+            stream.take_forced(token_id)
 
     def _finish_computed(self, request: Request) -> None:
         """End a request that samples nothing: all of its path is computed now."""
@@ -243,6 +269,12 @@ class EngineLoop:
         self._streams[request.id] = stream
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.id))
+        try:
+            self._force(stream)
+        except GrammarError as error:
+            self._fail(request.id, error)
+        else:
+            self._finish_if_ended(stream)
 
     def _expire(self) -> None:
         """End the requests whose deadline has passed."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from phloem.runtime.errors import BranchReleased
 from phloem.runtime.generation import Item, Sink
+from phloem.runtime.grammar import Constraint
 from phloem.runtime.path import Path
 from phloem.runtime.request import Request
 from phloem.runtime.sampling_params import SamplingParams
@@ -32,6 +33,7 @@ class Child:
     """Whether the log-probabilities of `appended` are wanted."""
 
     candidate_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
     keeps_path: bool = False
     deadline_s: float | None = None
     request: Request | None = None
@@ -50,6 +52,7 @@ class Child:
             child_index=self.index,
             logits_from=parent_len - 1 if self.is_scored else None,
             candidate_ids=self.candidate_ids,
+            constraint=self.constraint,
             keeps_path=self.keeps_path,
             deadline_s=self.deadline_s,
         )

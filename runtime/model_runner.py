@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from phloem.kernels.attention import AttentionBackend
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanRow
 from phloem.runtime.batch import Batch, Row
+from phloem.runtime.errors import GrammarError
 from phloem.runtime.logprobs import score_known, score_sampled
 from phloem.runtime.models.decoder import Decoder
 from phloem.runtime.outputs import TokenLogprob
@@ -42,6 +44,9 @@ class RowResult:
     scored: list[TokenLogprob] = field(default_factory=list)
     """Of the known tokens after the row's `scored` positions."""
 
+    error: GrammarError | None = None
+    """Why nothing could be sampled: the grammar has come to a dead end, or got too complex."""
+
 
 class ModelRunner:
     """Model, KV store and attention backend of one engine. Knows no tree and decides nothing."""
@@ -53,6 +58,11 @@ class ModelRunner:
         self.store = store
         self.attention = attention
         self.eos_ids = tuple(eos_ids)
+        self._mask_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="phloem-masks")
+
+    def close(self) -> None:
+        """End the thread that computes masks."""
+        self._mask_pool.shutdown()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[RowResult]:
@@ -64,6 +74,10 @@ class ModelRunner:
         for copy in batch.copies:
             self.store.copy_rows(copy.source_block, copy.target_block, copy.num_rows)
         rows = batch.rows
+        # Masks are computed while the model runs, and kept by the constraints; llguidance lets go of the GIL.
+        masks = [
+            self._mask_pool.submit(row.request.constraint.mask) for row in rows if row.request.constraint
+        ]
         hidden, starts = self._forward(rows)
         ends = [start + row.count for start, row in zip(starts, rows, strict=True)]
         finite = torch.isfinite(hidden[[end - 1 for end in ends]]).all(dim=-1).tolist()
@@ -71,7 +85,8 @@ class ModelRunner:
         healthy = [(result, start) for result, start in zip(results, starts, strict=True) if result.is_finite]
         for result, start in healthy:
             self._score(result, hidden, offset=start - result.row.start)
-        sampling = [(result, start) for result, start in healthy if result.row.samples]
+        wait(masks)
+        sampling = [(result, start) for result, start in healthy if result.row.samples and _can_go_on(result)]
         self._sample(
             [result for result, _ in sampling],
             hidden[[start + result.row.count - 1 for result, start in sampling]],
@@ -137,8 +152,21 @@ class ModelRunner:
             banned_ids=banned,
             tokens=request.tokens,
             num_prompt_tokens=request.num_prompt_tokens,
+            constraint=request.constraint,
         )
 
 
 def _wants_logprobs(row: Row) -> bool:
     return row.request.params.logprobs is not None or bool(row.request.candidate_ids)
+
+
+def _can_go_on(result: RowResult) -> bool:
+    """Whether the row's grammar, if any, allows a token at all; notes the error if not."""
+    constraint = result.row.request.constraint
+    try:
+        if constraint is not None:
+            constraint.mask()
+    except GrammarError as error:
+        result.error = error
+        return False
+    return True

@@ -41,16 +41,35 @@ class OutputStream:
             self._candidate_logprobs = self._candidate_logprobs or result.candidates
             self._push(result.token_id, result.sampled)
 
+    def forced_ids(self) -> list[int]:
+        """Return the tokens that the grammar leaves no choice about; none where their log-probabilities were asked for."""
+        request = self.request
+        if (
+            request.constraint is None
+            or self.finish_reason is not None
+            or request.params.logprobs is not None
+        ):
+            return []
+        return request.constraint.forced_ids(max_tokens=request.max_len - len(request.tokens))
+
+    def take_forced(self, token_id: int) -> None:
+        """Take a forced token, which is in the request's path by now."""
+        self._push(token_id, None)
+
     def _push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         if math.isnan(self._first_token_s):
             self._first_token_s = time.perf_counter() - self._submitted_s
         request = self.request
         num_output = len(request.tokens) - request.num_prompt_tokens
         text = ""
+        if request.constraint is not None:
+            request.constraint.advance(token_id)
         if num_output >= request.params.min_tokens and token_id in self._stop_ids:
             self.finish_reason = "stop"
         else:
             text = self._next_text(token_id, may_stop=num_output >= request.params.min_tokens)
+        if self.finish_reason is None and request.constraint is not None and request.constraint.is_finished:
+            self.finish_reason = "stop"
         if self.finish_reason is None and len(request.tokens) >= request.max_len:
             self.finish_reason = "length"
         logprobs = None if logprob is None or request.params.logprobs is None else [logprob]

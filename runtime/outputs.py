@@ -92,5 +92,10 @@ class EngineStats:
     """Tokens that went through the model, decodes included."""
 
     generated_tokens: int
+    """Tokens that were sampled."""
+
+    forced_tokens: int
+    """Tokens that a grammar left no choice about, appended without a step of their own."""
+
     preemptions: int
     failed_steps: int

@@ -13,10 +13,14 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from phloem.radix import Namespace
 from phloem.runtime.path import Path
 from phloem.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from phloem.runtime.grammar import Constraint
 
 
 class Phase(Enum):
@@ -46,6 +50,9 @@ class Request:
 
     candidate_ids: tuple[int, ...] = ()
     """Tokens whose log-probabilities are reported at the first position that is sampled from."""
+
+    constraint: Constraint | None = None
+    """Where its grammar stands after the tokens generated so far."""
 
     keeps_path: bool = False
     """Whether the path stays resident (idle) after the end, for the branch that it belongs to."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phloem.runtime.grammar import Constraint
 from phloem.runtime.sampling_params import SamplingParams
 
 TOP_P_CANDIDATES = 1024
@@ -41,6 +42,9 @@ class SamplingRow:
     num_prompt_tokens: int = 0
     """How many of `tokens` were given, not generated."""
 
+    constraint: Constraint | None = None
+    """The grammar that the next token must fit."""
+
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
     """Choose one token per row.
@@ -66,8 +70,18 @@ def _adjust(logits: Tensor, row: SamplingRow) -> None:
     if params.logit_bias:
         ids = list(params.logit_bias)
         logits[ids] += torch.tensor([params.logit_bias[i] for i in ids])
+    if row.constraint is not None:
+        row.constraint.apply(logits)
     if row.banned_ids:
-        logits[list(row.banned_ids)] = -torch.inf
+        _ban(logits, list(row.banned_ids))
+
+
+def _ban(logits: Tensor, ids: list[int]) -> None:
+    """Ban tokens, unless a grammar allows nothing else: a text that is complete must be able to end."""
+    before = logits[ids]
+    logits[ids] = -torch.inf
+    if not torch.isfinite(logits).any():
+        logits[ids] = before
 
 
 def _penalise(logits: Tensor, row: SamplingRow) -> None:

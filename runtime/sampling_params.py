@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from phloem.runtime.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from phloem.runtime.grammar import Grammar
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
@@ -72,6 +76,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted once for each time that a token was generated."""
 
+    grammar: Grammar | None = None
+    """What the text may be: a JSON schema, a regular expression, a choice or a grammar. See `phloem.runtime.Grammar`."""
+
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
 
@@ -102,6 +109,8 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _real(name, getattr(self, name), -MAX_BIAS, MAX_BIAS)
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        if self.grammar is not None:
+            _require_grammar(self.grammar)
 
     @property
     def has_penalties(self) -> bool:
@@ -128,6 +137,15 @@ def _real(name: str, value: object, least: float, most: float, *, above_least: b
         bound = f"above {least:g}" if above_least else f"of at least {least:g}"
         limit = bound if most == math.inf else f"{bound} and at most {most:g}"
         raise InvalidRequest(f"{name} must be a finite number {limit}, not {value!r}")
+
+
+def _require_grammar(value: object) -> None:
+    from phloem.runtime.grammar import Grammar  # brings torch, which a plain SamplingParams does without
+
+    if not isinstance(value, Grammar):
+        raise InvalidRequest(
+            f"grammar must be a Grammar, such as Grammar.json_schema(...), not {type(value).__name__}"
+        )
 
 
 def _bias(bias: object) -> dict[int, float]:
