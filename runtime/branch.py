@@ -81,6 +81,11 @@ class Branch:
         """The path as text: a view, never the state."""
         return self._core.tokenizer.decode(self.token_ids)
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's end-of-sequence tokens."""
+        return tuple(self._core.tokenizer.eos_token_ids)
+
     # Growing
 
     def append(self, continuation: str | Sequence[int]) -> Branch:
@@ -201,16 +206,13 @@ class Branch:
             InvalidRequest: A candidate is no token id, or `top` is out of range.
         """
         ids = () if candidates is None else tuple(self._encode(candidates, "candidates"))
-        params = SamplingParams(max_tokens=1, temperature=0, logprobs=0 if ids else top, ignore_eos=True)
-        self._core.check_length(len(self), new_tokens=1, name="the path")
-        [child] = self._core.children(len(self), params, [QueueSink()])
-        child.candidate_ids = ids
-        self.fan_out([child])
-        result = self._result(child)
-        if ids:
-            return list(zip(ids, result.candidate_logprobs, strict=True))
-        assert result.logprobs is not None
-        return list(result.logprobs[0].top)
+        return self._next_result(self._start_next(ids, top), ids)
+
+    @staticmethod
+    def next_token_logprobs_of(branches: Sequence[Branch], *, top: int = 20) -> list[list[tuple[int, float]]]:
+        """Return what `next_token_logprobs` gives for each of several branches, computed together."""
+        children = [branch._start_next((), top) for branch in branches]
+        return [branch._next_result(child, ()) for branch, child in zip(branches, children, strict=True)]
 
     # Keeping and ending
 
@@ -279,6 +281,23 @@ class Branch:
         for child, ids in zip(children, encoded, strict=True):
             child.max_new_tokens, child.appended, child.is_scored = 0, ids, True
         return children
+
+    def _start_next(self, candidate_ids: tuple[int, ...], top: int) -> Child:
+        params = SamplingParams(
+            max_tokens=1, temperature=0, logprobs=0 if candidate_ids else top, ignore_eos=True
+        )
+        self._core.check_length(len(self), new_tokens=1, name="the path")
+        [child] = self._core.children(len(self), params, [QueueSink()])
+        child.candidate_ids = candidate_ids
+        self.fan_out([child])
+        return child
+
+    def _next_result(self, child: Child, candidate_ids: tuple[int, ...]) -> list[tuple[int, float]]:
+        result = self._result(child)
+        if candidate_ids:
+            return list(zip(candidate_ids, result.candidate_logprobs, strict=True))
+        assert result.logprobs is not None
+        return list(result.logprobs[0].top)
 
     def _result(self, child: Child) -> Completion:
         assert isinstance(child.sink, QueueSink)
