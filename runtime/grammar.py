@@ -1,0 +1,459 @@
+"""Constrained output: `Grammar` says what a text may be, `GrammarCompiler` prepares it for a model, `Constraint` follows it.
+
+::
+
+    Grammar ──GrammarCompiler.compile──▶ Constraint ──┬─ mask(), apply(logits)   before a token is drawn
+    (text, hashable)  (cached, then copied)           ├─ advance(token)          after it
+                                                      ├─ forced_ids()            tokens that need no model step
+                                                      └─ fork()                  one for each branch
+
+The parser is llguidance. It reports errors as states of its matcher that still give masks; here each of them becomes a
+`GrammarError`, at `compile` or at the token where it came up. This module knows no request and no sampler.
+
+Invariants:
+    * A token is allowed by `mask` if and only if `advance` takes it.
+    * An end-of-text id is allowed if and only if `may_end`, unless the grammar itself names that token.
+    * Ids that no text uses (rows that pad the model's vocabulary) are never allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from phloem.runtime.errors import GrammarError
+from phloem.runtime.grammar_check import explain, json_grammar, refuse_endless
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from phloem.runtime.tokenizer import Tokenizer
+
+GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
+
+_REGEX_META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a text may be: a JSON schema, a regular expression, a choice, or a context-free grammar.
+
+    Use the class methods. Equal descriptions are equal and hash alike, so they can be keys. Only the form is checked
+    here; whether a schema or a pattern is sound is found by `GrammarCompiler.compile`.
+    """
+
+    kind: GrammarKind
+
+    text: str
+    """The schema or the options as JSON, the pattern, or the Lark text."""
+
+    flexible_whitespace: bool = False
+    """For JSON: any whitespace between tokens, where False fixes it to that of ``json.dumps``."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise GrammarError(
+                f"{self.kind!r} is no kind of grammar; use one of {', '.join(get_args(GrammarKind))}",
+                field="grammar",
+            )
+        if not isinstance(self.text, str):
+            raise GrammarError(
+                f"a {self.kind} must be a string, not {type(self.text).__name__}", field="grammar"
+            )
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise GrammarError(
+                f"the {self.kind} has a lone surrogate at character {error.start}, which no UTF-8 can hold: remove it",
+                field="grammar",
+            ) from None
+
+    @classmethod
+    def json_schema(
+        cls, schema: Mapping[str, Any] | str | Any, *, flexible_whitespace: bool = False
+    ) -> Grammar:
+        """JSON that a schema accepts, with the properties in the schema's order.
+
+        A ``format`` is followed as a pattern: a ``date`` has its shape, but may be the 29th of February of any year.
+
+        Args:
+            schema: A JSON Schema (2020-12 or draft 7) as a mapping or as JSON text, or a class that gives one by
+                ``model_json_schema()``, such as a pydantic model.
+            flexible_whitespace: Let the model lay the JSON out as it likes. The default is the layout of
+                ``json.dumps``, where more tokens are forced and so cost no model step, and no endless run of blanks
+                is possible.
+
+        Raises:
+            GrammarError: It is none of these, or no JSON.
+        """
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        if isinstance(schema, str):
+            schema = _parse_json(schema)
+        if not isinstance(schema, Mapping):
+            raise GrammarError(
+                f"a JSON schema must be a mapping, JSON text of an object, or have model_json_schema(), "
+                f"not {type(schema).__name__}",
+                field="grammar",
+            )
+        return cls("json_schema", _dump_json(dict(schema)), flexible_whitespace)
+
+    @classmethod
+    def json_object(cls, *, flexible_whitespace: bool = False) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"}, flexible_whitespace=flexible_whitespace)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        r"""Text that a pattern matches as a whole, in the syntax of Rust's regex crate.
+
+        It is nearly that of `re`, without look-around and backreferences; ``^`` and ``$`` are not needed. ``\d`` and
+        ``\w`` mean the characters of all scripts: write ``[0-9]`` for the ASCII digits.
+        """
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, options: Sequence[str]) -> Grammar:
+        """Exactly one of some texts.
+
+        Raises:
+            GrammarError: There are none, or one is empty or no string.
+        """
+        if isinstance(options, str) or not isinstance(options, Sequence) or not options:
+            raise GrammarError(
+                f"options must be a list of at least one string, not {options!r}", field="grammar"
+            )
+        for index, option in enumerate(options):
+            if not isinstance(option, str) or not option:
+                raise GrammarError(
+                    f"options[{index}] must be a string of at least one character, not {option!r}",
+                    field="grammar",
+                )
+        return cls("choice", _dump_json(list(dict.fromkeys(options))))
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """A context-free grammar in llguidance's dialect of Lark; its first rule is ``start``."""
+        return cls("lark", text)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model, each of them once.
+
+    Holds the vocabulary in the parser's form, built at the first use (about 0.3 s for 50,000 tokens), and the
+    `max_cached` grammars used last. Threads may share it: compiling takes from 1 ms to about a second and lets other
+    threads run.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, max_cached: int = 64) -> None:
+        """Prepare nothing yet.
+
+        Args:
+            tokenizer: The model's.
+            vocab_size: The width of the model's logits, which may exceed the tokenizer's.
+            max_cached: Compiled grammars that are kept, at least 1.
+        """
+        if vocab_size < 1 or max_cached < 1:
+            raise ValueError(f"vocab_size ({vocab_size}) and max_cached ({max_cached}) must be at least 1")
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_cached = max_cached
+        self._vocabulary: _Vocabulary | None = None
+        self._compiled: OrderedDict[Grammar, Constraint] = OrderedDict()
+        self._vocabulary_lock = Lock()
+        self._compiled_lock = Lock()
+
+    def compile(self, grammar: Grammar) -> Constraint:
+        """Return a constraint that stands at the grammar's beginning; some microseconds when it is cached.
+
+        Raises:
+            GrammarError: The grammar is wrong, uses what is not supported, or no text can satisfy it. The message
+                names the place (a JSON pointer, a position in the pattern, line and column) and a way out.
+        """
+        if not isinstance(grammar, Grammar):
+            raise GrammarError(
+                f"a grammar must be a Grammar, not {type(grammar).__name__}; see Grammar.json_schema and its siblings",
+                field="grammar",
+            )
+        with self._compiled_lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return known.fork()
+        compiled = self._build(grammar)
+        with self._compiled_lock:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > self._max_cached:
+                self._compiled.popitem(last=False)
+            return compiled.fork()
+
+    def _build(self, grammar: Grammar) -> Constraint:
+        from llguidance import LLMatcher, LLParserLimits
+
+        vocabulary = self._get_vocabulary()
+        # verbose errors would put the parser's whole state, user text included, into messages
+        matcher = LLMatcher(
+            vocabulary.parser_tokenizer,
+            _source(grammar),
+            log_level=0,
+            limits=LLParserLimits(verbose_errors=False),
+        )
+        if matcher.is_error():
+            raise explain(grammar.kind, grammar.text, matcher.get_error())
+        if warnings := matcher.get_grammar_warnings():
+            # only a schema inside Lark that asks for it ("lenient") gets here: its output would not be what it says
+            raise GrammarError(
+                f"the grammar would be followed in part only: {'; '.join(warnings)}", field="grammar"
+            )
+        if grammar.kind == "json_schema":
+            refuse_endless(json.loads(grammar.text))
+        constraint = Constraint(matcher, vocabulary)
+        constraint.mask()  # finds what matches nothing, and is shared by all forks
+        return constraint
+
+    def _get_vocabulary(self) -> _Vocabulary:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = _Vocabulary.build(self._tokenizer, self._vocab_size)
+            return self._vocabulary
+
+
+class Constraint:
+    """The state of one generation under a grammar. The branch that generates owns it.
+
+    One thread at a time may use a constraint. `mask` lets other threads run while it computes, so the masks of
+    many constraints can be computed in a thread pool while the model runs; forks of one grammar share caches that
+    lock themselves.
+    """
+
+    __slots__ = ("_blocked", "_matcher", "_num_tokens", "_vocabulary")
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocabulary: _Vocabulary,
+        *,
+        num_tokens: int = 0,
+        blocked: torch.Tensor | None = None,
+    ) -> None:
+        """Take over a matcher; `GrammarCompiler.compile` and `fork` call this."""
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._num_tokens = num_tokens
+        self._blocked = (
+            blocked  # bool [vocab_size], never written to, shared by forks; None: not computed yet
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text is complete and nothing may follow, so that the generation must stop.
+
+        An end-of-text id is then the only one that `mask` allows, and need not be drawn.
+
+        Raises:
+            GrammarError: The parser has failed before.
+        """
+        self._check()
+        return self._matcher.is_stopped()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text is complete as it stands, though more may follow.
+
+        Raises:
+            GrammarError: The parser has failed before.
+        """
+        self._check()
+        return self._matcher.is_accepting()
+
+    def mask(self) -> torch.Tensor:
+        """Return which tokens may come next: bool ``[vocab_size]``, the caller's own.
+
+        Computed once for each state, then kept for `apply`.
+
+        Raises:
+            GrammarError: No token can follow, or the grammar got too complex for the parser.
+        """
+        return ~self._get_blocked()
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Set the logits of tokens that may not come next to minus infinity, in place.
+
+        Args:
+            logits: Float ``[vocab_size]`` (or ``[num_rows, vocab_size]``, all rows in this state), on any device.
+
+        Raises:
+            GrammarError: As `mask`.
+        """
+        logits.masked_fill_(self._get_blocked().to(logits.device), float("-inf"))
+
+    def advance(self, token_id: int) -> None:
+        """Move on by one token, drawn or forced. A finished constraint takes an end-of-text id and stays as it is.
+
+        Raises:
+            GrammarError: The token may not come next, and nothing has changed; or the parser gave up, for good.
+        """
+        if self.is_finished and token_id in self._vocabulary.eos_token_ids:
+            return
+        if not self._allows(token_id):
+            raise GrammarError(
+                f"token {token_id} ({self._vocabulary.text(token_id)!r}) may not come next, after {self._num_tokens} "
+                "tokens of the grammar: draw from the tokens that mask() allows",
+                field="grammar",
+            )
+        self._blocked = None
+        self._matcher.consume_token(token_id)
+        self._num_tokens += 1
+        self._check()
+
+    def forced_ids(self, *, max_tokens: int | None = None) -> list[int]:
+        """Return the tokens that must come next, as the model's tokenizer would cut their text; the state stays.
+
+        Append them and `advance` over each; none needs a model step to be chosen. The list is empty where there is a
+        choice, or where the tokenizer might join the forced text with what follows.
+
+        Args:
+            max_tokens: Return no more than that.
+
+        Raises:
+            GrammarError: The parser fails.
+        """
+        if self.is_finished:
+            return []
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        self._check()
+        return forced[:max_tokens]
+
+    def fork(self) -> Constraint:
+        """Return an independent copy in the same state. O(tokens so far), about a microsecond."""
+        return Constraint(
+            self._matcher.deep_copy(), self._vocabulary, num_tokens=self._num_tokens, blocked=self._blocked
+        )
+
+    def _allows(self, token_id: int) -> bool:
+        # the parser fails for good at an id that it doesn't know, so ids are never just tried
+        if not 0 <= token_id < self._vocabulary.vocab_size:
+            return False
+        if self._blocked is None and token_id not in self._vocabulary.eos_token_ids:
+            return self._matcher.validate_tokens([token_id]) == 1
+        return not self._get_blocked()[token_id]
+
+    def _get_blocked(self) -> torch.Tensor:
+        if self._blocked is None:
+            self._check()
+            bits = np.zeros(self._vocabulary.num_mask_bytes, dtype=np.uint8)
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            self._check()
+            blocked = np.unpackbits(~bits, bitorder="little", count=self._vocabulary.vocab_size)
+            self._blocked = torch.from_numpy(blocked.view(np.bool_))
+        return self._blocked
+
+    def _check(self) -> None:
+        """Turn the parser's error state, in which it would go on with masks that mean nothing, into an error."""
+        if not self._matcher.is_error():
+            return
+        reason = self._matcher.get_error().partition("\n")[0]
+        if reason.startswith("NoExtension"):
+            if not self._num_tokens:
+                text = "no text satisfies the grammar: look for parts that contradict each other"
+            else:
+                text = f"the grammar has a dead end, reached after {self._num_tokens} tokens: make that part optional"
+        else:
+            text = f"the parser gave up after {self._num_tokens} tokens ({reason}): make the grammar simpler"
+        raise GrammarError(text, field="grammar")
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """A model's vocabulary in the parser's form."""
+
+    tokenizer: Tokenizer
+    parser_tokenizer: LLTokenizer
+
+    vocab_size: int
+    """The width of masks."""
+
+    num_mask_bytes: int
+    """Bytes of the parser's own masks, whose width is a multiple of 32 and may exceed `vocab_size`."""
+
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def build(cls, tokenizer: Tokenizer, vocab_size: int) -> _Vocabulary:
+        """Raises `GrammarError` for a tokenizer that the parser can't use. About 0.3 s for 50,000 tokens."""
+        from llguidance import LLTokenizer
+
+        if not tokenizer.eos_token_ids:
+            raise GrammarError(
+                "the model's tokenizer has no end-of-text token, so constrained text could not end; "
+                "set eos_token in its tokenizer_config.json",
+                field="grammar",
+            )
+        width = max(vocab_size, tokenizer.vocab_size)
+        try:
+            parser_tokenizer = LLTokenizer(
+                tokenizer.backend.to_str(), n_vocab=width, eos_token=list(tokenizer.eos_token_ids)
+            )
+        except ValueError as error:
+            raise GrammarError(
+                f"output can't be constrained with this model's tokenizer ({error}); use another model",
+                field="grammar",
+            ) from error
+        eos_token_ids = frozenset(tokenizer.eos_token_ids)
+        return cls(tokenizer, parser_tokenizer, vocab_size, (width + 31) // 32 * 4, eos_token_ids)
+
+    def text(self, token_id: int) -> str:
+        """Return a token's text for a message; empty for an id that doesn't exist."""
+        known = 0 <= token_id < self.tokenizer.vocab_size
+        return self.tokenizer.decode([token_id], skip_special_tokens=False) if known else ""
+
+
+def _source(grammar: Grammar) -> str:
+    """Return the grammar as llguidance takes it."""
+    from llguidance import LLMatcher
+
+    if grammar.kind == "json_schema":
+        return json_grammar(grammar.text, flexible_whitespace=grammar.flexible_whitespace)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "choice":
+        # one pattern is one lexeme to the parser, where Lark alternatives would be one each
+        options = (_REGEX_META.sub(r"\\\g<0>", option) for option in json.loads(grammar.text))
+        return LLMatcher.grammar_from_regex("|".join(options))
+    return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _parse_json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise GrammarError(
+            f"the JSON schema is no JSON: {error.msg} at line {error.lineno}, column {error.colno}",
+            field="grammar",
+        ) from error
+    except RecursionError:
+        raise GrammarError(
+            "the JSON schema is nested too deeply: flatten it with $defs", field="grammar"
+        ) from None
+
+
+def _dump_json(value: object) -> str:
+    """Return one text for equal values. The order of keys is kept: it is the order of properties in the output."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise GrammarError(
+            "the JSON schema is nested too deeply: flatten it with $defs", field="grammar"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise GrammarError(
+            f"the JSON schema can't be written as JSON ({error}): use plain dicts, lists, strings and finite numbers",
+            field="grammar",
+        ) from error
