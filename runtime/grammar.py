@@ -295,13 +295,12 @@ class Constraint:
         logits.masked_fill_(self._get_blocked().to(logits.device), float("-inf"))
 
     def advance(self, token_id: int) -> None:
-        """Move on by one token, drawn or forced. A finished constraint takes an end-of-text id and stays as it is.
+        """Move on by one token, drawn or forced. A finished constraint still takes end-of-text ids.
 
         Raises:
             GrammarError: The token may not come next, and nothing has changed; or the parser gave up, for good.
         """
-        if self.is_finished and token_id in self._vocabulary.eos_token_ids:
-            return
+        self._check()
         if not self._allows(token_id):
             raise GrammarError(
                 f"token {token_id} ({self._vocabulary.text(token_id)!r}) may not come next, after {self._num_tokens} "
@@ -338,7 +337,8 @@ class Constraint:
         )
 
     def _allows(self, token_id: int) -> bool:
-        # the parser fails for good at an id that it doesn't know, so ids are never just tried
+        # the parser fails for good at an id that it doesn't know, so ids are never just tried; and it doesn't
+        # validate an end-of-text id that the grammar itself names
         if not 0 <= token_id < self._vocabulary.vocab_size:
             return False
         if self._blocked is None and token_id not in self._vocabulary.eos_token_ids:

@@ -241,9 +241,8 @@ def _requirements(pointer: str, schema: object) -> Iterator[list[str]]:
             yield [f"{pointer}/{key}/{index}" for index in range(len(alternatives))]
     # without a type, or with several, a value of another type ends it
     if schema.get("type") == "object":
-        properties = _get(schema, "properties", dict)
-        required = (name for name in _get(schema, "required", list) if name in properties)
-        yield from ([f"{pointer}/properties/{_escape(name)}"] for name in required)
+        # a name that is no property leads to no part, which requires nothing
+        yield from ([f"{pointer}/properties/{_escape(name)}"] for name in _get(schema, "required", list))
     elif schema.get("type") == "array":
         num_prefixed, num_required = len(_get(schema, "prefixItems", list)), int(schema.get("minItems", 0))
         yield from ([f"{pointer}/prefixItems/{index}"] for index in range(min(num_required, num_prefixed)))

@@ -136,21 +136,19 @@ def write(constraint: Constraint, text: str) -> None:
         constraint.advance(byte)
 
 
-def draw_text(constraint: Constraint, tokenizer: Tokenizer, seed: int, *, num_free: int = 40) -> str:
-    """Draw tokens uniformly from the masks until the text ends; after `num_free` tokens, those that close first."""
+def draw_text(
+    constraint: Constraint, tokenizer: Tokenizer, seed: int, *, num_free: int = 40, closers: str = '"}],'
+) -> str:
+    """Draw tokens uniformly from the masks until the text ends; after `num_free` tokens, the closers first."""
     rng = random.Random(seed)
-    closers = [
-        ids[0]
-        for text in ('"', "}", "]", ",")
-        if len(ids := tokenizer.encode(text, add_special_tokens=False)) == 1
-    ]
+    closing = [tokenizer.encode(text, add_special_tokens=False)[0] for text in closers]
     ids: list[int] = []
     while not constraint.is_finished:
         allowed = allowed_ids(constraint)
         assert allowed, "a state that is not finished must allow a token"
         token_id = rng.choice(allowed)
         if len(ids) >= num_free:
-            token_id = next((i for i in (*tokenizer.eos_token_ids, *closers) if i in allowed), token_id)
+            token_id = next((i for i in (*tokenizer.eos_token_ids, *closing) if i in allowed), token_id)
         constraint.advance(token_id)
         ids.append(token_id)
         assert len(ids) < 5000, "the text does not end"
@@ -255,6 +253,10 @@ REFUSED_SCHEMAS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("#/properties/a/$ref: ", closed({"a": {"$ref": "#/$defs/nowhere"}})),
     ("#/$ref: ", {"$ref": "https://example.com/schema"}),
+    (
+        "#/$defs/a~1b~0/pattern: unclosed group, at character 2",
+        {"$defs": {"a/b~": {"type": "string", "pattern": "x/("}}, "$ref": "#/$defs/a~1b~0"},
+    ),
     ("#/if: ", {"if": {"type": "string"}, "then": {"minLength": 3}}),
     ("#/oneOf: ", {"oneOf": [{"type": "integer"}, {"type": "number"}]}),
     (
@@ -316,6 +318,36 @@ def test_an_optional_property_that_nothing_satisfies_is_left_out(
     for seed in range(5):
         text = draw_text(compiler.compile(Grammar.json_schema(schema)), byte_tokenizer, seed, num_free=10)
         assert '"never"' not in text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        closed({"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}),
+        closed(
+            {
+                "next": {
+                    "type": ["object", "null"],
+                    "properties": {"next": {"$ref": "#"}},
+                    "required": ["next"],
+                }
+            }
+        ),
+        closed({"next": {"type": "array", "items": {"$ref": "#"}}}),
+        closed(
+            {"next": {"type": "array", "prefixItems": [{"const": 1}], "items": {"$ref": "#"}, "minItems": 1}}
+        ),
+        closed({"a": {"$ref": "#/properties/b"}, "b": {"$ref": "#/properties/c"}, "c": {"type": "null"}}),
+        {"allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": closed({"x": {"enum": [1, 2]}})}},
+    ],
+)
+def test_recursion_that_can_end_compiles(
+    compiler: GrammarCompiler, byte_tokenizer: Tokenizer, schema: dict[str, Any]
+) -> None:
+    # the shortest way out is taken by closing, and by null instead of an object, after 20 tokens
+    constraint = compiler.compile(Grammar.json_schema(schema))
+    text = draw_text(constraint, byte_tokenizer, 0, num_free=20, closers='"}],n')
+    assert_valid(text, schema)
 
 
 @pytest.mark.parametrize(
@@ -474,6 +506,10 @@ def test_a_lark_grammar_may_name_special_tokens(compiler: GrammarCompiler) -> No
         assert allowed_ids(constraint) == [token_id]
         constraint.advance(token_id)
     assert constraint.is_finished
+    unmasked = compiler.compile(Grammar.lark('start: "a" <|im_end|>'))
+    for token_id in unmasked.forced_ids():
+        unmasked.advance(token_id)
+    assert unmasked.is_finished
 
 
 # The state
@@ -592,7 +628,12 @@ def test_a_grammar_too_ambiguous_for_the_parser_ends_with_an_error(compiler: Gra
     with pytest.raises(GrammarError, match=r"gave up after 1 tokens .*: make the grammar simpler") as caught:
         write(constraint, "xa")
     assert len(str(caught.value)) < 400
-    for ask in (constraint.mask, constraint.forced_ids, lambda: constraint.advance(IM_END_ID)):
+    for ask in (
+        constraint.mask,
+        constraint.forced_ids,
+        lambda: constraint.advance(IM_END_ID),
+        lambda: constraint.advance(ord("1")),
+    ):
         with pytest.raises(GrammarError, match="gave up"):
             ask()
 
@@ -614,8 +655,10 @@ def test_the_text_ends_where_the_grammar_lets_it(compiler: GrammarCompiler) -> N
         assert done.may_end
         assert allowed_ids(done) == [IM_END_ID]
         assert done.forced_ids() == []
-        done.advance(IM_END_ID)
-        assert done.is_finished
+        for _ in range(3):
+            done.advance(IM_END_ID)
+            assert done.is_finished
+            assert allowed_ids(done) == [IM_END_ID]
         with pytest.raises(GrammarError, match="may not come next"):
             done.advance(ord("b"))
 
