@@ -1,14 +1,15 @@
-"""Constrained output: `Grammar` says what a text may be, `GrammarCompiler` prepares it for a model, `Constraint` follows it.
+"""Constrained output: `Grammar` says what may come, `GrammarCompiler` readies it, `Constraint` follows it.
 
 ::
 
     Grammar ──GrammarCompiler.compile──▶ Constraint ──┬─ mask(), apply(logits)   before a token is drawn
     (text, hashable)  (cached, then copied)           ├─ advance(token)          after it
-                                                      ├─ forced_ids()            tokens that need no model step
+                                                      ├─ forced_ids()            tokens without a model step
                                                       └─ fork()                  one for each branch
 
-The parser is llguidance. It reports errors as states of its matcher that still give masks; here each of them becomes a
-`GrammarError`, at `compile` or at the token where it came up. This module knows no request and no sampler.
+The parser is llguidance. It reports errors as states of its matcher that still give masks; here each of them
+becomes a `GrammarError`, at `compile` or at the token where it came up. This module knows no request and no
+sampler.
 
 Invariants:
     * A token is allowed by `mask` if and only if `advance` takes it.
@@ -46,8 +47,8 @@ _REGEX_META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
 class Grammar:
     """What a text may be: a JSON schema, a regular expression, a choice, or a context-free grammar.
 
-    Use the class methods. Equal descriptions are equal and hash alike, so they can be keys. Only the form is checked
-    here; whether a schema or a pattern is sound is found by `GrammarCompiler.compile`.
+    Use the class methods. Equal descriptions are equal and hash alike, so they can be keys. Only the form is
+    checked here; whether a schema or a pattern is sound is found by `GrammarCompiler.compile`.
     """
 
     kind: GrammarKind
@@ -72,7 +73,8 @@ class Grammar:
             self.text.encode()
         except UnicodeEncodeError as error:
             raise GrammarError(
-                f"the {self.kind} has a lone surrogate at character {error.start}, which no UTF-8 can hold: remove it",
+                f"the {self.kind} has a lone surrogate at character {error.start}, which no UTF-8 can hold: "
+                "remove it",
                 field="grammar",
             ) from None
 
@@ -82,14 +84,15 @@ class Grammar:
     ) -> Grammar:
         """JSON that a schema accepts, with the properties in the schema's order.
 
-        A ``format`` is followed as a pattern: a ``date`` has its shape, but may be the 29th of February of any year.
+        A ``format`` is followed as a pattern: a ``date`` has its shape, but may be the 29th of February of
+        any year.
 
         Args:
-            schema: A JSON Schema (2020-12 or draft 7) as a mapping or as JSON text, or a class that gives one by
-                ``model_json_schema()``, such as a pydantic model.
+            schema: A JSON Schema (2020-12 or draft 7) as a mapping or as JSON text, or a class that gives one
+                by ``model_json_schema()``, such as a pydantic model.
             flexible_whitespace: Let the model lay the JSON out as it likes. The default is the layout of
-                ``json.dumps``, where more tokens are forced and so cost no model step, and no endless run of blanks
-                is possible.
+                ``json.dumps``, where more tokens are forced and so cost no model step, and no endless run of
+                blanks is possible.
 
         Raises:
             GrammarError: It is none of these, or no JSON.
@@ -115,8 +118,8 @@ class Grammar:
     def regex(cls, pattern: str) -> Grammar:
         r"""Text that a pattern matches as a whole, in the syntax of Rust's regex crate.
 
-        It is nearly that of `re`, without look-around and backreferences; ``^`` and ``$`` are not needed. ``\d`` and
-        ``\w`` mean the characters of all scripts: write ``[0-9]`` for the ASCII digits.
+        It is nearly that of `re`, without look-around and backreferences; ``^`` and ``$`` are not needed.
+        ``\d`` and ``\w`` mean the characters of all scripts: write ``[0-9]`` for the ASCII digits.
         """
         return cls("regex", pattern)
 
@@ -149,8 +152,8 @@ class GrammarCompiler:
     """Compiles grammars for one model, each of them once.
 
     Holds the vocabulary in the parser's form, built at the first use (about 0.3 s for 50,000 tokens), and the
-    `max_cached` grammars used last. Threads may share it: compiling takes from 1 ms to about a second and lets other
-    threads run.
+    `max_cached` grammars used last. Threads may share it: compiling takes from 1 ms to about a second and
+    lets other threads run.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, max_cached: int = 64) -> None:
@@ -175,12 +178,14 @@ class GrammarCompiler:
         """Return a constraint that stands at the grammar's beginning; some microseconds when it is cached.
 
         Raises:
-            GrammarError: The grammar is wrong, uses what is not supported, or no text can satisfy it. The message
-                names the place (a JSON pointer, a position in the pattern, line and column) and a way out.
+            GrammarError: The grammar is wrong, uses what is not supported, or no text can satisfy it. The
+                message names the place (a JSON pointer, a position in the pattern, line and column) and a way
+                out.
         """
         if not isinstance(grammar, Grammar):
             raise GrammarError(
-                f"a grammar must be a Grammar, not {type(grammar).__name__}; see Grammar.json_schema and its siblings",
+                f"a grammar must be a Grammar, not {type(grammar).__name__}; "
+                "see Grammar.json_schema and its siblings",
                 field="grammar",
             )
         with self._compiled_lock:
@@ -208,7 +213,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise explain(grammar.kind, grammar.text, matcher.get_error())
         if warnings := matcher.get_grammar_warnings():
-            # only a schema inside Lark that asks for it ("lenient") gets here: its output would not be what it says
+            # only a schema inside Lark that asks for it ("lenient") gets here: its output need not validate
             raise GrammarError(
                 f"the grammar would be followed in part only: {'; '.join(warnings)}", field="grammar"
             )
@@ -228,9 +233,9 @@ class GrammarCompiler:
 class Constraint:
     """The state of one generation under a grammar. The branch that generates owns it.
 
-    One thread at a time may use a constraint. `mask` lets other threads run while it computes, so the masks of
-    many constraints can be computed in a thread pool while the model runs; forks of one grammar share caches that
-    lock themselves.
+    One thread at a time may use a constraint. `mask` lets other threads run while it computes, so the masks
+    of many constraints can be computed in a thread pool while the model runs; forks of one grammar share
+    caches that lock themselves.
     """
 
     __slots__ = ("_blocked", "_matcher", "_num_tokens", "_vocabulary")
@@ -287,7 +292,7 @@ class Constraint:
         """Set the logits of tokens that may not come next to minus infinity, in place.
 
         Args:
-            logits: Float ``[vocab_size]`` (or ``[num_rows, vocab_size]``, all rows in this state), on any device.
+            logits: Float ``[vocab_size]``, or ``[num_rows, vocab_size]`` of rows in this state; any device.
 
         Raises:
             GrammarError: As `mask`.
@@ -298,13 +303,13 @@ class Constraint:
         """Move on by one token, drawn or forced. A finished constraint still takes end-of-text ids.
 
         Raises:
-            GrammarError: The token may not come next, and nothing has changed; or the parser gave up, for good.
+            GrammarError: The token may not come next, and nothing changed; or the parser gave up, for good.
         """
         self._check()
         if not self._allows(token_id):
             raise GrammarError(
-                f"token {token_id} ({self._vocabulary.text(token_id)!r}) may not come next, after {self._num_tokens} "
-                "tokens of the grammar: draw from the tokens that mask() allows",
+                f"token {token_id} ({self._vocabulary.text(token_id)!r}) may not come next, "
+                f"after {self._num_tokens} tokens of the grammar: draw from the tokens that mask() allows",
                 field="grammar",
             )
         self._blocked = None
@@ -313,10 +318,10 @@ class Constraint:
         self._check()
 
     def forced_ids(self, *, max_tokens: int | None = None) -> list[int]:
-        """Return the tokens that must come next, as the model's tokenizer would cut their text; the state stays.
+        """Return the tokens that must come next, cut as the model's tokenizer cuts text; the state stays.
 
-        Append them and `advance` over each; none needs a model step to be chosen. The list is empty where there is a
-        choice, or where the tokenizer might join the forced text with what follows.
+        Append them and `advance` over each; none needs a model step to be chosen. The list is empty where
+        there is a choice, or where the tokenizer might join the forced text with what follows.
 
         Args:
             max_tokens: Return no more than that.
@@ -356,7 +361,7 @@ class Constraint:
         return self._blocked
 
     def _check(self) -> None:
-        """Turn the parser's error state, in which it would go on with masks that mean nothing, into an error."""
+        """Raise the parser's error, with which it would go on to give masks that mean nothing."""
         if not self._matcher.is_error():
             return
         reason = self._matcher.get_error().partition("\n")[0]
@@ -364,7 +369,8 @@ class Constraint:
             if not self._num_tokens:
                 text = "no text satisfies the grammar: look for parts that contradict each other"
             else:
-                text = f"the grammar has a dead end, reached after {self._num_tokens} tokens: make that part optional"
+                where = f"reached after {self._num_tokens} tokens"
+                text = f"the grammar has a dead end, {where}: make that part optional"
         else:
             text = f"the parser gave up after {self._num_tokens} tokens ({reason}): make the grammar simpler"
         raise GrammarError(text, field="grammar")
@@ -445,7 +451,7 @@ def _parse_json(text: str) -> object:
 
 
 def _dump_json(value: object) -> str:
-    """Return one text for equal values. The order of keys is kept: it is the order of properties in the output."""
+    """Return one text for equal values. The order of keys is kept: it is that of the output's properties."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except RecursionError:
@@ -454,6 +460,7 @@ def _dump_json(value: object) -> str:
         ) from None
     except (TypeError, ValueError) as error:
         raise GrammarError(
-            f"the JSON schema can't be written as JSON ({error}): use plain dicts, lists, strings and finite numbers",
+            f"the JSON schema can't be written as JSON ({error}): "
+            "use plain dicts, lists, strings and finite numbers",
             field="grammar",
         ) from error

@@ -1,9 +1,9 @@
 """Why a grammar can't be used: the place, the reason and a way out, for the messages of `GrammarError`.
 
-llguidance says what is wrong with a JSON schema, but not where. The place is found by compiling parts of the schema
-alone: the deepest part that fails in the same way is it. That costs a compilation for each part on the way down, on
-failure only. Schemas whose values could never end (a list whose ``next`` is required) pass llguidance; `refuse_endless`
-finds those.
+llguidance says what is wrong with a JSON schema, but not where. The place is found by compiling parts of the
+schema alone: the deepest part that fails in the same way is it. That costs a compilation for each part on the
+way down, on failure only. Schemas whose values could never end (a list whose ``next`` is required) pass
+llguidance; `refuse_endless` finds those.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _reason(message: str, pattern: str | None = None) -> str:
 
 
 def _own_position(pattern: str, shown_position: int) -> int:
-    r"""Return the position in the user's pattern; llguidance shows ``/`` as ``\/`` and a line's end as ``\n``."""
+    r"""Return the position in the user's pattern: llguidance shows ``/`` as ``\/``, line ends as ``\n``."""
     position = num_shown = 0
     while num_shown < shown_position and position < len(pattern):
         width = 2 if pattern[position] == "\\" else 1
@@ -201,8 +201,8 @@ class _SchemaSearch:
 def refuse_endless(root: dict[str, Any]) -> None:
     """Raise `GrammarError` if every value of a schema would contain another one, without end.
 
-    A part can end if each of its requirements has an alternative that can end: a least fixed point over the parts
-    that are required. Linear in the schema, but for chains of references against their order.
+    A part can end if each of its requirements has an alternative that can end: a least fixed point over the
+    parts that are required. Linear in the schema, but for chains of references against their order.
     """
     requirements: dict[str, list[list[str]]] = {}
     todo = [""]
@@ -222,7 +222,8 @@ def refuse_endless(root: dict[str, Any]) -> None:
     if "" not in ending:
         endless = next(pointer for pointer in reversed(requirements) if pointer not in ending)
         raise GrammarError(
-            f"the JSON schema can't be satisfied, at #{endless}: each value requires another one inside, without end; "
+            f"the JSON schema can't be satisfied, at #{endless}: "
+            "each value requires another one inside, without end; "
             "make the property that leads back optional, or allow null there",
             field="grammar",
         )
@@ -285,7 +286,7 @@ def _get(schema: dict[str, Any], key: str, kind: type[_Container]) -> _Container
 
 
 def _same_cause(message: str, part_message: str) -> bool:
-    """Whether a part's failure is that of the whole, which says the same or that a part can't be satisfied."""
+    """Whether a part's failure is the whole's, which says the same or that a part can't be satisfied."""
     if re.match(r"Unsatisfiable schema: (required|prefixItems).* is unsatisfiable", message):
         return part_message.startswith("Unsatisfiable")
     return message.partition(_TRACE)[0] == part_message.partition(_TRACE)[0]

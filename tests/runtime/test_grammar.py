@@ -1,6 +1,7 @@
-"""Grammars: what compiles, what is refused and where, and that the masks lead to text that the grammar accepts.
+"""Grammars: what compiles, what is refused and where, and that masks lead to text that the grammar accepts.
 
-Text is made by drawing from the masks alone, with no model: any text that a model could write under the mask may come.
+Text is made by drawing from the masks alone, with no model: any text that a model could write under the mask
+may come.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def write(constraint: Constraint, text: str) -> None:
 def draw_text(
     constraint: Constraint, tokenizer: Tokenizer, seed: int, *, num_free: int = 40, closers: str = '"}],'
 ) -> str:
-    """Draw tokens uniformly from the masks until the text ends; after `num_free` tokens, the closers first."""
+    """Draw tokens uniformly from the masks until the text ends; after `num_free` tokens, closers first."""
     rng = random.Random(seed)
     closing = [tokenizer.encode(text, add_special_tokens=False)[0] for text in closers]
     ids: list[int] = []
