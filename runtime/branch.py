@@ -98,7 +98,7 @@ class Branch:
         ids = self._encode(continuation, "continuation")
 
         def extend() -> None:
-            path = self._idle_path()
+            path = self._unused_path()
             self._core.check_length(len(path.tokens) + len(ids), new_tokens=0, name="the path")
             path.tokens.extend(ids)
 
@@ -243,6 +243,15 @@ class Branch:
             raise InvalidRequest("the branch is generating; wait for the end, or fork it", field="branch")
         return path
 
+    def _unused_path(self) -> Path:
+        """The path, with no request on it, not even one that only computes. For the engine's thread."""
+        path = self._idle_path()
+        if self._core.loop.scheduler.is_busy(path):
+            raise InvalidRequest(
+                "the branch is busy with a score or an expansion; wait for it, or fork", field="branch"
+            )
+        return path
+
     def _start(self, sink: Sink, params: SamplingParams | None) -> Progress:
         params = self._core.checked(params)
         if params.n != 1:
@@ -252,7 +261,7 @@ class Branch:
             self._core.check_length(len(path.tokens), new_tokens=1, name="the path")
             self._request = self._core.request(path, params, keeps_path=True)
             self._core.submit(self._request, sink)
-        return Progress(self._request.id, self._core.loop.abort)
+        return Progress(self._request.id, self._core.abort)
 
     def _forks(self, index: int | None, n: int) -> list[Branch]:
         def fork() -> list[Path]:
@@ -301,11 +310,11 @@ class Branch:
 
     def _result(self, child: Child) -> Completion:
         assert isinstance(child.sink, QueueSink)
-        return Generation(child.sink, Progress(child.request_id, self._core.loop.abort)).result()
+        return Generation(child.sink, Progress(child.request_id, self._core.abort)).result()
 
     async def _aresult(self, child: Child) -> Completion:
         assert isinstance(child.sink, AsyncSink)
-        return await AsyncGeneration(child.sink, Progress(child.request_id, self._core.loop.abort)).result()
+        return await AsyncGeneration(child.sink, Progress(child.request_id, self._core.abort)).result()
 
     def _children_of(
         self, n: int, params: SamplingParams | None, make_sink: Callable[[], Sink]
@@ -364,4 +373,8 @@ def check_expansion(core: EngineCore, n: object, params: SamplingParams | None) 
     params = core.checked(params)
     if params.n != 1:
         raise InvalidRequest("expand takes the number of children by itself; leave params.n at 1", field="n")
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "expand gives no prompt_logprobs; use score, or generate", field="prompt_logprobs"
+        )
     return params

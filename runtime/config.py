@@ -6,9 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phloem.radix import EvictionPolicy
+from phloem.radix import EvictionPolicy, UnknownPolicy
+from phloem.radix.policy import policy_named
 from phloem.runtime.errors import InvalidRequest
 
+MAX_THREADS = 1024
 DTYPES = ("auto", "bfloat16", "float32")
 BACKENDS = ("cpu", "reference")
 
@@ -66,7 +68,7 @@ class EngineConfig:
             self.backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}"
         )
         _require(
-            self.block_size in (1, 2, 4, 8, 16, 32, 64),
+            type(self.block_size) is int and self.block_size in (1, 2, 4, 8, 16, 32, 64),
             f"block_size must be a power of two from 1 to 64, not {self.block_size!r}",
         )
         for name in ("max_running", "max_step_tokens"):
@@ -74,6 +76,14 @@ class EngineConfig:
         for name in ("max_waiting", "num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
+        for name in ("prefix_cache", "deterministic"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} must be True or False, not {value!r}")
+        _require(
+            self.num_threads is None or self.num_threads <= MAX_THREADS,
+            f"num_threads must be at most {MAX_THREADS}, not {self.num_threads!r}",
+        )
+        _check_policy(self.eviction_policy)
 
     def replace(self, **changes: Any) -> EngineConfig:
         """Return a copy with some fields changed.
@@ -85,6 +95,19 @@ class EngineConfig:
         for name in changes:
             _require(name in known, f"unknown engine option {name!r}; there are {', '.join(known)}")
         return dataclasses.replace(self, **changes)
+
+
+def _check_policy(policy: object) -> None:
+    if isinstance(policy, str):
+        try:
+            policy_named(policy)
+        except UnknownPolicy as error:
+            raise InvalidRequest(f"eviction_policy: {error}", field="eviction_policy") from error
+    else:
+        _require(
+            callable(getattr(policy, "key", None)),
+            f"eviction_policy must be a name or a policy with a key method, not {policy!r}",
+        )
 
 
 def _require(condition: bool, message: str) -> None:

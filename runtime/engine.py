@@ -26,6 +26,7 @@ from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Pr
 from phloem.runtime.grammar import GrammarCompiler
 from phloem.runtime.memory import pool_size
 from phloem.runtime.model_runner import ModelRunner
+from phloem.runtime.models.config import ModelConfig, read_model_config
 from phloem.runtime.models.loading import LoadedModel, load_model
 from phloem.runtime.models.resolve import resolve_model
 from phloem.runtime.outputs import Chunk, Completion, EngineStats
@@ -67,6 +68,10 @@ class Engine:
     def __init__(
         self, model: str | Path = "smollm2-135m", config: EngineConfig | None = None, **options: Any
     ) -> None:
+        if config is not None and not isinstance(config, EngineConfig):
+            raise InvalidRequest(
+                f"config must be an EngineConfig, not {type(config).__name__}", field="config"
+            )
         self.config = (config or EngineConfig()).replace(**options)
         self._core = _build(model, self.config)
         self.model = self._core.model
@@ -196,7 +201,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever phase it is; its completion says "abort". Unknown or finished ids are ignored."""
-        self._core.loop.abort(request_id)
+        self._core.abort(request_id)
 
     def stats(self) -> EngineStats:
         """Return counters since the start, and the state of the pool and the queues, as of between two steps."""
@@ -305,8 +310,10 @@ def _require_single(params: SamplingParams) -> None:
 
 def _build(name: str | Path, config: EngineConfig) -> EngineCore:
     """Load the model and start the loop."""
+    directory = resolve_model(name).path
+    _check_max_model_len(read_model_config(directory), config)
     loaded = load_model(
-        resolve_model(name).path,
+        directory,
         dtype=DTYPES[config.dtype],
         deterministic=config.deterministic,
         max_position=config.max_model_len,
@@ -314,8 +321,8 @@ def _build(name: str | Path, config: EngineConfig) -> EngineCore:
     if config.deterministic:
         _warn_if_not_exact(loaded.dtype, config.num_threads)
     store = _make_store(loaded, config)
-    limit = _max_model_len(loaded.config.max_position, store, config)
-    is_pool = limit < (config.max_model_len or loaded.config.max_position)
+    context = config.max_model_len or loaded.config.max_position
+    limit = min(context, store.num_blocks * store.block_size)
     return EngineCore(
         model=loaded.config,
         tokenizer=loaded.tokenizer,
@@ -329,7 +336,7 @@ def _build(name: str | Path, config: EngineConfig) -> EngineCore:
         max_model_len=limit,
         grammars=GrammarCompiler(loaded.tokenizer, loaded.config.vocab_size),
         length_advice="the KV pool holds {limit}{room}: raise num_blocks or kv_memory_bytes"
-        if is_pool
+        if limit < context
         else "the context is {limit}{room}: shorten it",
     )
 
@@ -396,10 +403,9 @@ def _make_runner(loaded: LoadedModel, store: PagedKVStore, config: EngineConfig)
     return ModelRunner(loaded.decoder, store, attention, eos_ids=loaded.tokenizer.eos_token_ids)
 
 
-def _max_model_len(max_position: int, store: PagedKVStore, config: EngineConfig) -> int:
-    if config.max_model_len is not None and config.max_model_len > max_position:
+def _check_max_model_len(model: ModelConfig, config: EngineConfig) -> None:
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise InvalidRequest(
-            f"max_model_len={config.max_model_len} is beyond the model's context of {max_position}",
+            f"max_model_len={config.max_model_len} is beyond the model's context of {model.max_position}",
             field="max_model_len",
         )
-    return min(config.max_model_len or max_position, store.num_blocks * store.block_size)

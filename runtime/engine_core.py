@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import secrets
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -26,12 +27,14 @@ from phloem.runtime.request import Request
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.tokenizer import Tokenizer
 
+MAX_TIMEOUT_S = 1_000_000_000
+
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineCore:
-    """A running engine without its face. May be used from any thread."""
+    """A running engine without its face. May be used from any thread. When the last reference goes, the loop ends."""
 
     model: ModelConfig
     tokenizer: Tokenizer
@@ -47,6 +50,19 @@ class EngineCore:
     """What to change when a path is longer than that."""
 
     _request_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.loop.close_soon).atexit = False
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever phase it is. Unknown and finished ids are ignored.
+
+        Raises:
+            InvalidRequest: It is no string.
+        """
+        if not isinstance(request_id, str):
+            raise InvalidRequest(f"request_id must be a string, not {request_id!r}", field="request_id")
+        self.loop.abort(request_id)
 
     @property
     def paths(self) -> PathCache:
@@ -205,6 +221,10 @@ def deadline(timeout_s: float | None) -> float | None:
     """
     if timeout_s is None:
         return None
-    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise InvalidRequest(f"timeout_s must be a number above 0, not {timeout_s!r}", field="timeout_s")
+    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not number or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest(
+            f"timeout_s must be a number above 0 and at most {MAX_TIMEOUT_S:,}, not {timeout_s!r}",
+            field="timeout_s",
+        )
     return time.monotonic() + timeout_s

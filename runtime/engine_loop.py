@@ -5,6 +5,7 @@ Others hand it commands, which it takes up between two steps. A step is three ca
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import heapq
 import logging
@@ -24,12 +25,15 @@ from phloem.runtime.model_runner import ModelRunner, RowResult
 from phloem.runtime.output import OutputStream
 from phloem.runtime.outputs import EngineStats
 from phloem.runtime.path import Path
-from phloem.runtime.request import Request
+from phloem.runtime.request import Phase, Request
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.scheduler import Scheduler
 from phloem.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+PATH_SUFFIX = "/path"
+"""Ends the id of a request that computes a path for children."""
 
 Value = TypeVar("Value")
 Command = Callable[[], None]
@@ -61,9 +65,12 @@ class EngineLoop:
         """Held to post a command and to close, so that no command is posted which nobody will run. Reentrant, since a
         collected branch posts its release, and the garbage collector may run here."""
         self._num_threads = num_threads
+        self._scheduler_s = 0.0
         self._steps = self._computed = self._generated = self._forced = self._failed_steps = 0
-        # A daemon, so that a program which forgets to close its engine can still end.
+        # A daemon, so that a program which forgets to close its engine can still end; at its end the loop is closed first,
+        # since a thread that is killed in the middle of a tensor operation takes the process down with it.
         self._thread = threading.Thread(target=self._main, name="phloem-engine", daemon=True)
+        atexit.register(self.close)
         self._thread.start()
 
     # From any thread
@@ -110,10 +117,14 @@ class EngineLoop:
         self._post(lambda: _run_into(future, function))
         return future
 
-    def close(self) -> None:
-        """End all requests and the thread. A second call does nothing."""
+    def close_soon(self) -> None:
+        """Ask for the end of all requests and of the thread, without waiting. Safe in a finalizer."""
         with contextlib.suppress(EngineClosed):
             self._post(self._close)
+
+    def close(self) -> None:
+        """End all requests and the thread. A second call does nothing."""
+        self.close_soon()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -129,6 +140,7 @@ class EngineLoop:
             forced_tokens=self._forced,
             preemptions=self.scheduler.preemptions,
             failed_steps=self._failed_steps,
+            scheduler_s=self._scheduler_s,
         )
 
     def _post(self, command: Command) -> None:
@@ -158,20 +170,25 @@ class EngineLoop:
             self._is_closed = True
         # What was posted before that still gets its answer.
         while not self._commands.empty():
-            self._commands.get()()
+            _guarded(self._commands.get())
         self._end_all(EngineClosed(reason))
         self.runner.close()
+        atexit.unregister(self.close)
 
     def _run_commands(self) -> None:
         """Run what is queued; with no request to work on, wait for a command."""
         if not self.scheduler.has_work:
-            self._commands.get()()
+            _guarded(self._commands.get())
         while not self._closing and not self._commands.empty():
-            self._commands.get()()
+            _guarded(self._commands.get())
 
     def _step(self) -> None:
         self._expire()
+        started_s = time.perf_counter()
         batch = self.scheduler.schedule()
+        self._scheduler_s += time.perf_counter() - started_s
+        # Also when there are no rows: what was admitted with nothing to compute is forked from before anything else runs.
+        self.runner.copy_rows(batch.copies)
         for refusal in batch.refused:
             self._streams.pop(refusal.request.id).fail(refusal.error)
         for request in batch.computed:
@@ -192,7 +209,9 @@ class EngineLoop:
         for result in results:
             if not result.is_finite:
                 self._fail(result.row.request.id, StepFailed("the model's numbers became NaN or infinite"))
+        started_s = time.perf_counter()
         self.scheduler.commit([result.row for result in results if result.is_finite])
+        self._scheduler_s += time.perf_counter() - started_s
         for result in results:
             if result.is_finite:
                 self._deliver(result)
@@ -204,6 +223,10 @@ class EngineLoop:
             self._extend(stream, result)
         except GrammarError as error:
             self._fail(request.id, error)
+            return
+        except Exception as error:
+            logger.exception("the output of request %s failed", request.id)
+            self._fail(request.id, StepFailed(f"its output failed: {type(error).__name__}: {error}"))
             return
         self._finish_if_ended(stream)
         if not request.samples and request.num_pending == 0:
@@ -256,7 +279,8 @@ class EngineLoop:
 
     def _add(self, stream: OutputStream) -> None:
         request = stream.request
-        if request.keeps_path and any(True for _ in self.scheduler.requests_on(request.path)):
+        if request.keeps_path and self.scheduler.is_busy(request.path):
+            request.phase = Phase.FINISHED
             stream.fail(InvalidRequest("the branch is busy; wait for the end, or fork it", field="branch"))
             return
         try:
@@ -264,6 +288,7 @@ class EngineLoop:
         except (CacheFull, QueueFull) as error:
             if not request.keeps_path:
                 self.scheduler.paths.release(request.path)
+            request.phase = Phase.FINISHED
             stream.fail(error)
             return
         self._streams[request.id] = stream
@@ -287,7 +312,7 @@ class EngineLoop:
 
     def _fan_out(self, path: Path, children: Sequence[Child], *, keeps_path: bool) -> None:
         paths = self.scheduler.paths
-        fork = not keeps_path or any(True for _ in self.scheduler.requests_on(path))
+        fork = not keeps_path or self.scheduler.is_busy(path)
         source = paths.fork(path, len(path.tokens)) if fork else path
         self._unstarted.update({child.request_id: (child, source) for child in children})
 
@@ -303,8 +328,14 @@ class EngineLoop:
             if fork:
                 paths.release(source)
 
+        if not paths.prefix_cache:
+            # Nothing would be shared, so there is nothing to compute first.
+            for child in children:
+                start(child)
+            on_end()
+            return
         request = Request(
-            id=f"{children[0].request_id}/path",
+            id=children[0].request_id + PATH_SUFFIX,
             path=source,
             params=SamplingParams(),
             seed=0,
@@ -330,6 +361,15 @@ class EngineLoop:
         elif request_id in self._unstarted:
             child, source = self._unstarted.pop(request_id)
             self._stream_of(child, Path(source.namespace, source.tokens[:])).abort()
+            self._stop_if_unwanted(source)
+
+    def _stop_if_unwanted(self, source: Path) -> None:
+        """Stop computing a path for children of which none is left."""
+        if any(path is source for _, path in self._unstarted.values()):
+            return
+        for request in list(self.scheduler.requests_on(source)):
+            if request.id.endswith(PATH_SUFFIX):
+                self._abort(request.id)
 
     def _close(self) -> None:
         self._closing = True
@@ -346,3 +386,11 @@ def _run_into(future: Future[Value], function: Callable[[], Value]) -> None:
         future.set_result(function())
     except Exception as error:
         future.set_exception(error)
+
+
+def _guarded(command: Command) -> None:
+    """Run a command; whatever goes wrong with it is its own affair, not that of the requests under way."""
+    try:
+        command()
+    except Exception:
+        logger.exception("a command to the engine failed")

@@ -72,10 +72,10 @@ class FanOut:
     def put(self, item: Item) -> None:
         """Take the end of the computation: start the children, or pass the error on to all of them."""
         if isinstance(item, Exception):
-            for child in self._children:
+            for child in (child for child in self._children if child.request is None):
                 child.sink.put(item)
         elif item.completion is not None and item.completion.finish_reason == "abort":
-            for child in self._children:
+            for child in (child for child in self._children if child.request is None):
                 child.sink.put(BranchReleased("the branch was released before its children could start"))
         elif item.completion is not None:
             waiting = [child for child in self._children if child.request is None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
@@ -60,12 +61,14 @@ class Progress:
         self.request_id = request_id
         self.ended = False
         self._completion: Completion | None = None
+        self._error: Exception | None = None
         self._abort = abort
 
     def take(self, item: Item) -> Chunk:
         """Note what an item says of the end; return it, or raise it if it is an error."""
         if isinstance(item, Exception):
             self.ended = True
+            self._error = item
             raise item
         if item.completion is not None:
             self.ended = True
@@ -79,21 +82,23 @@ class Progress:
 
     @property
     def completion(self) -> Completion:
-        """The outcome, after the end."""
-        if self._completion is None:
-            raise RuntimeError(f"request {self.request_id} has no completion: its error was raised before")
+        """The outcome, after the end; or its error once more."""
+        if self._error is not None:
+            raise self._error
+        assert self._completion is not None
         return self._completion
 
 
 class Generation:
     """A generation under way: iterate over its chunks, or wait for its `result()`.
 
-    Leaving the `with` block aborts what has not finished.
+    Leaving the `with` block, or losing the last reference to it, aborts what has not finished.
     """
 
     def __init__(self, sink: QueueSink, progress: Progress) -> None:
         self._sink = sink
         self._progress = progress
+        _abort_when_collected(self, progress)
 
     @property
     def request_id(self) -> str:
@@ -136,6 +141,7 @@ class AsyncGeneration:
     def __init__(self, sink: AsyncSink, progress: Progress) -> None:
         self._sink = sink
         self._progress = progress
+        _abort_when_collected(self, progress)
 
     @property
     def request_id(self) -> str:
@@ -175,3 +181,8 @@ class AsyncGeneration:
     def abort(self) -> None:
         """See :meth:`Generation.abort`."""
         self._progress.abort()
+
+
+def _abort_when_collected(handle: Generation | AsyncGeneration, progress: Progress) -> None:
+    """Nobody can read what an abandoned generation would still give."""
+    weakref.finalize(handle, progress.abort).atexit = False

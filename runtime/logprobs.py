@@ -10,31 +10,32 @@ from torch import Tensor
 from phloem.runtime.outputs import TokenLogprob
 
 
-def score_known(logits: Tensor, token_ids: Sequence[int], *, num_top: int) -> list[TokenLogprob]:
+def score_known(logits: Tensor, token_ids: Sequence[int], *, num_top: Sequence[int]) -> list[TokenLogprob]:
     """Return how likely each known token was.
 
     Args:
         logits: `[num_tokens, vocab_size]`, float32: those before each token.
         token_ids: The tokens that came.
-        num_top: How many of the likeliest tokens to report beside each.
+        num_top: How many of the likeliest tokens to report beside each, row by row.
     """
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
-    if num_top == 0:
-        return [TokenLogprob(token_id, value) for token_id, value in zip(token_ids, chosen, strict=True)]
-    values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
-    tops = [
-        tuple(zip(row_ids, row, strict=True))
-        for row_ids, row in zip(ids.tolist(), values.tolist(), strict=True)
-    ]
+    tops = [_top(row, count) for row, count in zip(logprobs, num_top, strict=True)]
     return [TokenLogprob(*entry) for entry in zip(token_ids, chosen, tops, strict=True)]
+
+
+def _top(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    if count == 0:
+        return ()
+    values, ids = logprobs.topk(min(count, len(logprobs)))
+    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 def score_sampled(
     logits: Tensor, token_id: int, *, num_top: int, candidate_ids: Sequence[int]
 ) -> tuple[TokenLogprob, tuple[float, ...]]:
     """Return how likely the sampled token was, and the candidates, under one row of logits `[vocab_size]`."""
-    [sampled] = score_known(logits[None], [token_id], num_top=num_top)
+    [sampled] = score_known(logits[None], [token_id], num_top=[num_top])
     if not candidate_ids:
         return sampled, ()
     return sampled, tuple(logits.log_softmax(dim=-1)[list(candidate_ids)].tolist())

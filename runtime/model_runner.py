@@ -13,7 +13,7 @@ from torch import Tensor
 from phloem.kernels.attention import AttentionBackend
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanRow
-from phloem.runtime.batch import Batch, Row
+from phloem.runtime.batch import Batch, Row, RowCopy
 from phloem.runtime.errors import GrammarError
 from phloem.runtime.logprobs import score_known, score_sampled
 from phloem.runtime.models.decoder import Decoder
@@ -65,26 +65,32 @@ class ModelRunner:
         self._mask_pool.shutdown()
 
     @torch.inference_mode()
+    def copy_rows(self, copies: Sequence[RowCopy]) -> None:
+        """Make a batch's copies, in their order; before `run`."""
+        for copy in copies:
+            self.store.copy_rows(copy.source_block, copy.target_block, copy.num_rows)
+
+    @torch.inference_mode()
     def run(self, batch: Batch) -> list[RowResult]:
         """Compute every row of the batch, score known tokens, and sample where a row reaches the end of them.
 
         Returns:
             One result per row, in the order of the rows.
         """
-        for copy in batch.copies:
-            self.store.copy_rows(copy.source_block, copy.target_block, copy.num_rows)
         rows = batch.rows
         # Masks are computed while the model runs, and kept by the constraints; llguidance lets go of the GIL.
         masks = [
             self._mask_pool.submit(row.request.constraint.mask) for row in rows if row.request.constraint
         ]
         hidden, starts = self._forward(rows)
-        ends = [start + row.count for start, row in zip(starts, rows, strict=True)]
-        finite = torch.isfinite(hidden[[end - 1 for end in ends]]).all(dim=-1).tolist()
-        results = [RowResult(row, is_finite) for row, is_finite in zip(rows, finite, strict=True)]
+        # Every token counts: with a sliding window, a bad one need not reach the last.
+        finite = torch.isfinite(hidden).all(dim=-1)
+        results = [
+            RowResult(row, bool(finite[start : start + row.count].all()))
+            for row, start in zip(rows, starts, strict=True)
+        ]
         healthy = [(result, start) for result, start in zip(results, starts, strict=True) if result.is_finite]
-        for result, start in healthy:
-            self._score(result, hidden, offset=start - result.row.start)
+        self._score(healthy, hidden)
         wait(masks)
         sampling = [(result, start) for result, start in healthy if result.row.samples and _can_go_on(result)]
         self._sample(
@@ -112,19 +118,31 @@ class ModelRunner:
         )
         return hidden, plan.qo_indptr[:-1].tolist()
 
-    def _score(self, result: RowResult, hidden: Tensor, *, offset: int) -> None:
-        """Find the log-probabilities of the known tokens that a row was asked for."""
-        request, scored = result.row.request, result.row.scored
-        for first in range(scored.start, scored.stop, SCORED_ROWS):
-            last = min(first + SCORED_ROWS, scored.stop)
-            logits = self.decoder.logits(hidden[first + offset : last + offset])
-            known = request.tokens[first + 1 : last + 1].tolist()
-            result.scored += score_known(logits, known, num_top=request.params.prompt_logprobs or 0)
+    def _score(self, rows: Sequence[tuple[RowResult, int]], hidden: Tensor) -> None:
+        """Find the log-probabilities of the known tokens that rows were asked for, all rows together."""
+        wanted = [
+            (result, position, start + position - result.row.start)
+            for result, start in rows
+            for position in result.row.scored
+        ]
+        for first in range(0, len(wanted), SCORED_ROWS):
+            part = wanted[first : first + SCORED_ROWS]
+            logits = self.decoder.logits(hidden[[index for _, _, index in part]])
+            known = [result.row.request.tokens[position + 1] for result, position, _ in part]
+            tops = [result.row.request.params.prompt_logprobs or 0 for result, _, _ in part]
+            for (result, _, _), entry in zip(part, score_known(logits, known, num_top=tops), strict=True):
+                result.scored.append(entry)
 
     def _sample(self, results: Sequence[RowResult], hidden: Tensor) -> None:
         if not results:
             return
         logits = self.decoder.logits(hidden)
+        finite = torch.isfinite(logits).all(dim=-1)
+        if not finite.all():
+            for result, is_finite in zip(results, finite.tolist(), strict=True):
+                result.is_finite = is_finite
+            results = [result for result in results if result.is_finite]
+            logits = logits[finite]
         # The sampler changes its rows, and what is reported is the model's own.
         raw = logits.clone() if any(_wants_logprobs(result.row) for result in results) else logits
         token_ids = sample(logits, [self._sampling_row(result.row) for result in results])

@@ -99,3 +99,5 @@ class EngineStats:
 
     preemptions: int
     failed_steps: int
+    scheduler_s: float
+    """Seconds spent on choosing rows, allocating and committing: all of a step but the model and the output."""

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
 
+import numpy as np
+
 from phloem.runtime.errors import InvalidRequest
 from phloem.runtime.tokenizer import Tokenizer
 
@@ -16,6 +18,8 @@ Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts, whether one was passed or several."""
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return [cast(Prompt, prompts)]
     first = prompts[0] if len(prompts) else None
@@ -59,7 +63,9 @@ def encode_continuation(
 
 
 def _checked_ids(ids: Sequence[int], vocab_size: int, name: str) -> array[int]:
-    if isinstance(ids, (bytes, bytearray)) or not isinstance(ids, (Sequence, array)):
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist()
+    if isinstance(ids, (bytes, bytearray, memoryview)) or not isinstance(ids, (Sequence, array)):
         raise InvalidRequest(
             f"{name} must be text, token ids or chat messages, not {type(ids).__name__}", field=name
         )

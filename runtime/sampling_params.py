@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -85,32 +86,40 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, at_least=1)
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        self._check_counts()
+        self._check_numbers()
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        if self.grammar is not None:
+            _require_grammar(self.grammar)
+
+    def _check_counts(self) -> None:
         _whole("min_tokens", self.min_tokens, at_least=0)
+        _whole("n", self.n, at_least=1, at_most=MAX_N)
+        for name, least, most in (
+            ("max_tokens", 1, None),
+            ("top_k", 1, None),
+            ("seed", 0, MAX_SEED),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), at_least=least, at_most=most)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
             )
+        if self.prompt_logprobs is not None and self.n > 1:
+            raise InvalidRequest("prompt_logprobs are given for n=1; ask for them in a request of their own")
+
+    def _check_numbers(self) -> None:
         _real("temperature", self.temperature, 0.0, math.inf)
-        if self.top_k is not None:
-            _whole("top_k", self.top_k, at_least=1)
         _real("top_p", self.top_p, 0.0, 1.0, above_least=True)
         _real("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _whole("seed", self.seed, at_least=0, at_most=MAX_SEED)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
-        _whole("n", self.n, at_least=1, at_most=MAX_N)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), at_least=0, at_most=MAX_LOGPROBS)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above_least=True)
+        _real("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         for name in ("presence_penalty", "frequency_penalty"):
             _real(name, getattr(self, name), -MAX_BIAS, MAX_BIAS)
-        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
-        if self.grammar is not None:
-            _require_grammar(self.grammar)
 
     @property
     def has_penalties(self) -> bool:
@@ -131,8 +140,8 @@ def _whole(name: str, value: object, *, at_least: int, at_most: int | None = Non
 
 
 def _real(name: str, value: object, least: float, most: float, *, above_least: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    good = number and math.isfinite(value) and least <= value <= most  # type: ignore[arg-type,operator]
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+    good = good and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
     if not good or (above_least and value == least):
         bound = f"above {least:g}" if above_least else f"of at least {least:g}"
         limit = bound if most == math.inf else f"{bound} and at most {most:g}"

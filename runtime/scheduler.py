@@ -87,6 +87,10 @@ class Scheduler:
         """Yield the unfinished requests on a path. O(requests)."""
         return (request for request in (*self.running, *self.waiting) if request.path is path)
 
+    def is_busy(self, path: Path) -> bool:
+        """Whether an unfinished request is on the path. O(requests)."""
+        return any(True for _ in self.requests_on(path))
+
     def schedule(self) -> Batch:
         """Choose the rows of the next step, and lock and allocate what they need.
 

@@ -10,7 +10,7 @@ Text is a view of tokens. Nothing here is ever used to get from generated tokens
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -356,7 +356,7 @@ class _SpecialTextGuard:
     """
 
     def __init__(self, special_texts: Mapping[str, int], messages: list[dict[str, Any]]) -> None:
-        contents = "\n".join(message["content"] for message in messages)
+        contents = "\n".join(_strings_in(messages))
         self._texts = [text for text in sorted(special_texts, key=len, reverse=True) if text in contents]
         unused = (chr(code) for code in _PRIVATE_USE if chr(code) not in contents)
         self._marks = {text: next(unused) for text in self._texts}
@@ -367,8 +367,8 @@ class _SpecialTextGuard:
         return bool(self._texts)
 
     def hide(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with a mark in place of each spelling."""
-        return [{**message, "content": self._replace(message["content"])} for message in messages]
+        """Return the messages with a mark in place of each spelling, be it in the content, the role or deeper."""
+        return [self._hidden(message) for message in messages]
 
     def reveal(self, text: str) -> str:
         """Put the spellings back."""
@@ -376,10 +376,29 @@ class _SpecialTextGuard:
             text = text.replace(mark, spelling)
         return text
 
-    def _replace(self, content: str) -> str:
-        for spelling, mark in self._marks.items():
-            content = content.replace(spelling, mark)
-        return content
+    def _hidden(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for spelling, mark in self._marks.items():
+                value = value.replace(spelling, mark)
+            return value
+        if isinstance(value, Mapping):
+            return {self._hidden(key): self._hidden(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._hidden(each) for each in value]
+        return value
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    """Yield every string of nested lists and mappings, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _strings_in(key)
+            yield from _strings_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _strings_in(each)
 
 
 def _check_messages(messages: object) -> Sequence[object]:

@@ -79,19 +79,34 @@ def test_imports_run_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_only_the_scheduler_calls_the_cache_and_only_the_runner_owns_tensors() -> None:
-    users = {
-        name: {
-            module for module, path in modules().items() for _, used in imports(path) if within(used, (name,))
-        }
-        for name in ("phloem.kernels.kv_store", "torch")
+def users_of(name: str) -> set[str]:
+    """Modules that import a module, or a name from it."""
+    found = set()
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = (
+                [alias.name for alias in getattr(node, "names", [])]
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                else []
+            )
+            base = node.module if isinstance(node, ast.ImportFrom) else None
+            if name in names or base == name:
+                found.add(module)
+    return found
+
+
+def test_only_the_path_cache_uses_the_tree_and_few_own_tensors() -> None:
+    runtime = {module for module in users_of("RadixCache") if within(module, ("phloem.runtime",))}
+    # The engine and a benchmark make one; they hand it to a PathCache at once.
+    assert runtime == {
+        "phloem.runtime.path_cache",
+        "phloem.runtime.engine",
+        "phloem.runtime.cli.bench_replay",
     }
-    outside = {module for module in users["torch"] if within(module, ("phloem.radix",))}
-    assert not outside
-    for module in ("scheduler", "path_cache", "path", "request", "batch"):
-        module = f"phloem.runtime.{module}"
-        assert module not in users["torch"]
-        assert module not in users["phloem.kernels.kv_store"]
+    for module in ("scheduler", "path_cache", "path", "request", "batch", "branch", "fan_out", "engine_core"):
+        assert f"phloem.runtime.{module}" not in users_of("torch")
+        assert f"phloem.runtime.{module}" not in users_of("phloem.kernels.kv_store")
+    assert not {module for module in users_of("torch") if within(module, ("phloem.radix",))}
 
 
 def test_kernels_has_no_init() -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -45,7 +46,7 @@ class ReuseResult:
 
 def run_bench_reuse(model: str, console: Console, *, rounds: int, json_path: Path | None) -> None:
     """Measure and print. Cache on and off alternate within each round, and so does which of them goes first."""
-    with console.status(f"Loading {model} twice: cache on, cache off"):
+    with console.status(f"Loading {escape(model)} twice: cache on, cache off"):
         warm, cold = Engine(model), Engine(model, prefix_cache=False)
     with warm, cold:
         result = _measure(warm, cold, rounds, console)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.prompt import Prompt
 
-from phloem.runtime import Completion, Engine, InvalidRequest, SamplingParams
+from phloem.runtime import Completion, Engine, PhloemError, SamplingParams
 
 HELP = "Write, and press Enter. [bold]/new[/] begins again, [bold]/stats[/] shows the cache, [bold]/quit[/] (or Ctrl-D) ends."
 
 
 def run_chat(model: str, params: SamplingParams, console: Console, *, system: str | None = None) -> None:
     """Read turns from the terminal (or a pipe) until it ends."""
-    with console.status(f"Loading {model}"):
+    with console.status(f"Loading {escape(model)}"):
         engine = Engine(model)
     with engine:
         console.print(HELP)
@@ -46,7 +47,7 @@ def _turn(
     asked = [*messages, {"role": "user", "content": text}]
     try:
         completion = _stream(engine, asked, params, console)
-    except InvalidRequest as error:
+    except PhloemError as error:
         console.print(
             f"[bold red]error:[/] {error}\nThe turn was dropped; /new begins again.", highlight=False
         )

@@ -56,7 +56,7 @@ def run_demo(model: str, console: Console) -> None:
     """Run and print the demo. Needs no input."""
     problems = load_problems()
     console.print(
-        f"[bold]phloem[/] on [cyan]{model}[/]: a chat of three turns, then sixteen questions that share one prefix.\n"
+        f"[bold]phloem[/] on [cyan]{escape(model)}[/]: a chat of three turns, then sixteen questions that share one prefix.\n"
     )
     warm = _run_pass(model, "cache on", problems, console, prefix_cache=True)
     _print_answers(warm, problems, console)
@@ -88,7 +88,7 @@ def _run_pass(
     model: str, label: str, problems: list[Problem], console: Console, *, prefix_cache: bool
 ) -> Pass:
     done = Pass(label)
-    with console.status(f"Loading {model} ({label})"):
+    with console.status(f"Loading {escape(model)} ({label})"):
         engine = Engine(model, prefix_cache=prefix_cache)
     with engine:
         started = time.perf_counter()

@@ -30,8 +30,20 @@ ModelOption = Annotated[
         "--model", "-m", help="A model directory, a `.gguf` file, a hub id, or the built-in `smollm2-135m`."
     ),
 ]
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    # Before the measuring, which takes minutes.
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.absolute().parent}")
+    return path
+
+
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Write the results to this file as JSON too.")
+    Path | None,
+    typer.Option(
+        "--json", help="Write the results to this file as JSON too.", dir_okay=False, callback=_in_a_folder
+    ),
 ]
 MaxTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)]
 
@@ -86,6 +98,35 @@ def bench_reuse(
     from phloem.runtime.cli.bench_reuse import run_bench_reuse
 
     run_bench_reuse(model, Console(), rounds=rounds, json_path=json_path)
+
+
+@bench_app.command("branch")
+def bench_branch(
+    model: ModelOption = "smollm2-135m",
+    rounds: Annotated[int, typer.Option(help="Rounds; the medians are shown.", min=3)] = 5,
+    json_path: JsonOption = None,
+) -> None:
+    """Forks of a long branch, scores of continuations, and the scheduler's share of a decode step."""
+    from phloem.runtime.cli.bench_branch import run_bench_branch
+
+    run_bench_branch(model, Console(), rounds=rounds, json_path=json_path)
+
+
+@bench_app.command("replay")
+def bench_replay(
+    log: Annotated[Path, typer.Argument(help="A search log of tree-of-thought-llm, as JSON.")],
+    prompts: Annotated[Path, typer.Argument(help="Its prompts, as JSON: name to text.")],
+    model: ModelOption = "smollm2-135m",
+    block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
+    json_path: JsonOption = None,
+) -> None:
+    """Replay a published tree search through the scheduler alone: how many prompt tokens were there already.
+
+    The model does not run; its answers are those of the log.
+    """
+    from phloem.runtime.cli.bench_replay import run_bench_replay
+
+    run_bench_replay(log, prompts, model, Console(), block_size=block_size, json_path=json_path)
 
 
 def main() -> None:

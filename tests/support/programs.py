@@ -91,6 +91,7 @@ class Lab:
         assert not batch.refused
         if not batch.rows:
             return
+        self.runner.copy_rows(batch.copies)
         results = self.runner.run(batch)
         scheduler.commit(batch.rows)
         drawn = iter(self.recorder.last if any(row.samples for row in batch.rows) else ())

@@ -1,0 +1,158 @@
+"""`phloem bench branch`: forks, scores, and what the scheduler costs beside the model."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from phloem.runtime import Engine, SamplingParams
+
+FORK_LEN, NUM_FORKS = 4096, 1000
+SCORE_LEN, NUM_SCORED, SCORED_LEN = 2048, 32, 4
+NUM_RUNNING = 64
+DECODE_LEN = 24
+
+
+@dataclass(frozen=True, slots=True)
+class BranchResult:
+    """Medians over the rounds, in seconds, and ratios of what was measured next to each other."""
+
+    rounds: int
+    fork_s: float
+    """All forks of one branch."""
+
+    forks_copied_blocks: int
+    """Blocks that the forks took for themselves."""
+
+    score_s: float
+    step_at_32_s: float
+    """One decode step of as many branches as continuations were scored."""
+
+    score_to_step: float
+    step_at_64_s: float
+    schedule_at_64_s: float
+    """The scheduler's part of such a step: choosing, allocating, committing."""
+
+    schedule_share: float
+
+
+def run_bench_branch(model: str, console: Console, *, rounds: int, json_path: Path | None) -> None:
+    """Measure and print."""
+    with console.status(f"Loading {escape(model)}"):
+        engine = Engine(model)
+    with engine, Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Measuring", total=rounds + 1)
+        result = _measure(engine, rounds, lambda: progress.advance(task))
+    console.print(_table(result))
+    if json_path is not None:
+        json_path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+
+
+def _measure(engine: Engine, rounds: int, advance: Callable[[], None]) -> BranchResult:
+    draw = random.Random(0)
+    found: list[tuple[float, int, float, float, float, float]] = []
+    # One round more: the first one warms up and is not counted.
+    for _ in range(rounds + 1):
+        fork_s, copied = _fork(engine, draw)
+        score_s = _score(engine, draw)
+        step_32, _ = _decode(engine, draw, NUM_SCORED, SCORE_LEN)
+        step_64, schedule_64 = _decode(engine, draw, NUM_RUNNING, 256)
+        found.append((fork_s, copied, score_s, step_32, step_64, schedule_64))
+        advance()
+    columns = list(zip(*found[1:], strict=True))
+    medians = [statistics.median(column) for column in columns]
+    return BranchResult(
+        rounds=rounds,
+        fork_s=medians[0],
+        forks_copied_blocks=max(columns[1]),
+        score_s=medians[2],
+        step_at_32_s=medians[3],
+        score_to_step=statistics.median(a / b for a, b in zip(columns[2], columns[3], strict=True)),
+        step_at_64_s=medians[4],
+        schedule_at_64_s=medians[5],
+        schedule_share=statistics.median(a / b for a, b in zip(columns[5], columns[4], strict=True)),
+    )
+
+
+def _fork(engine: Engine, draw: random.Random) -> tuple[float, int]:
+    with engine.branch(_ids(engine, draw, min(FORK_LEN, engine.max_model_len - 1))) as root:
+        root.next_token_logprobs(top=1)
+        before = engine.stats().cache.private
+        started = time.perf_counter()
+        kids = root.fork(NUM_FORKS)
+        seconds = time.perf_counter() - started
+        copied = engine.stats().cache.private - before
+        for kid in kids:
+            kid.release()
+    return seconds, copied
+
+
+def _score(engine: Engine, draw: random.Random) -> float:
+    with engine.branch(_ids(engine, draw, min(SCORE_LEN, engine.max_model_len - SCORED_LEN))) as root:
+        root.next_token_logprobs(top=1)
+        continuations = [_ids(engine, draw, SCORED_LEN) for _ in range(NUM_SCORED)]
+        started = time.perf_counter()
+        root.score(continuations)
+        return time.perf_counter() - started
+
+
+def _decode(engine: Engine, draw: random.Random, count: int, length: int) -> tuple[float, float]:
+    """Return seconds of a decode step of `count` children of one branch, and of the scheduler's part in it."""
+    params = SamplingParams(max_tokens=DECODE_LEN, temperature=0, ignore_eos=True)
+    with engine.branch(_ids(engine, draw, min(length, engine.max_model_len - DECODE_LEN))) as root:
+        root.next_token_logprobs(top=1)
+        before = engine.stats()
+        started = time.perf_counter()
+        kids = root.expand(count, params)
+        seconds = time.perf_counter() - started
+        after = engine.stats()
+        for kid in kids:
+            kid.release()
+    steps = after.steps - before.steps
+    return seconds / steps, (after.scheduler_s - before.scheduler_s) / steps
+
+
+def _ids(engine: Engine, draw: random.Random, length: int) -> list[int]:
+    return [draw.randrange(engine.tokenizer.vocab_size) for _ in range(length)]
+
+
+def _table(result: BranchResult) -> Table:
+    table = Table(title=f"Branches: medians of {result.rounds} rounds", title_justify="left")
+    table.add_column("what")
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("aim", justify="right", no_wrap=True)
+
+    def row(what: str, measured: str, aim: str, *, met: bool) -> None:
+        table.add_row(what, measured, f"{aim} {'[green]ok' if met else '[red]missed'}")
+
+    row(
+        f"{NUM_FORKS:,} forks of a branch of {FORK_LEN:,} tokens",
+        f"{result.fork_s * 1e3:.1f} ms",
+        "20 ms",
+        met=result.fork_s <= 0.020,
+    )
+    row("blocks they copied", str(result.forks_copied_blocks), "0", met=result.forks_copied_blocks == 0)
+    row(
+        f"{NUM_SCORED} continuations of {SCORED_LEN} tokens scored after {SCORE_LEN:,} cached ones, beside a decode step of "
+        f"{NUM_SCORED} branches",
+        f"{result.score_s * 1e3:.0f} / {result.step_at_32_s * 1e3:.0f} ms = {result.score_to_step:.2f}",
+        "2.5",
+        met=result.score_to_step <= 2.5,
+    )
+    row(
+        f"scheduler beside a decode step of {NUM_RUNNING} branches",
+        f"{result.schedule_at_64_s * 1e3:.2f} / {result.step_at_64_s * 1e3:.0f} ms = {result.schedule_share:.1%}",
+        "5 %",
+        met=result.schedule_share <= 0.05,
+    )
+    return table
