@@ -14,22 +14,30 @@ call. Of other packages it needs sortedcontainers only.
 from phloem.radix.cache import RadixCache
 from phloem.radix.errors import (
     InvalidBlocks,
+    InvalidLabel,
+    InvalidLease,
     InvalidNamespace,
     InvalidTokens,
     InvariantError,
+    LeaseEnded,
+    NothingToPin,
     NotLocked,
     OutOfBlocks,
+    PinRefused,
+    PinShortage,
     RadixError,
     Shortage,
     StaleNode,
     UnknownPolicy,
 )
+from phloem.radix.explain import Explanation, Miss, MissReason
+from phloem.radix.leases import Lease
 from phloem.radix.namespace import Namespace
 from phloem.radix.node import NodeRef
 from phloem.radix.packing import Tokens, pack, unpack
 from phloem.radix.policy import FIFO, LFU, LRU, EvictionPolicy, Priority
 from phloem.radix.pool import BlockPool, Owner
-from phloem.radix.results import CacheStats, ClearResult, Grip, InsertResult, PrefixMatch
+from phloem.radix.results import CacheStats, ClearResult, Grip, InsertResult, LeaseInfo, PrefixMatch
 
 __all__ = [
     "FIFO",
@@ -39,17 +47,28 @@ __all__ = [
     "CacheStats",
     "ClearResult",
     "EvictionPolicy",
+    "Explanation",
     "Grip",
     "InsertResult",
     "InvalidBlocks",
+    "InvalidLabel",
+    "InvalidLease",
     "InvalidNamespace",
     "InvalidTokens",
     "InvariantError",
+    "Lease",
+    "LeaseEnded",
+    "LeaseInfo",
+    "Miss",
+    "MissReason",
     "Namespace",
     "NodeRef",
     "NotLocked",
+    "NothingToPin",
     "OutOfBlocks",
     "Owner",
+    "PinRefused",
+    "PinShortage",
     "PrefixMatch",
     "Priority",
     "RadixCache",

@@ -2,7 +2,8 @@
 
 This is the door: it packs tokens, checks what callers hand in, words refusals, keeps statistics. What a path looks like
 is the tree's business (`RadixTree`), which blocks exist the pool's (`BlockPool`), which nodes may go the residency's
-(`Residency`), and which of those first the policy's. It is not thread-safe: one thread owns it.
+(`Residency`), which of those first the policy's, how long a pin lasts the leases' (`LeaseBook`), and what was lost the
+ghost's (`Ghost`). It is not thread-safe: one thread owns it.
 
 Invariants, each proved by `RadixCache.check`:
 
@@ -12,37 +13,39 @@ Invariants, each proved by `RadixCache.check`:
   leaf (rule 11).
 - The eviction candidates are the unlocked leaves, no more and no fewer, in the order of their present keys (rule 12).
 - A cleared tree holds locked nodes only, and is matched by nobody (rule 16).
+- Of a node's locks, `pins` are those of leases that live; at idle there are no others (rule 13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 
-from phloem.radix.check import check_residency
-from phloem.radix.errors import InvalidBlocks, InvalidNamespace, NotLocked, OutOfBlocks, Shortage, StaleNode
+from phloem.radix.check import check_cache
+from phloem.radix.counters import Counters
+from phloem.radix.errors import (
+    InvalidBlocks,
+    InvalidLabel,
+    InvalidNamespace,
+    NothingToPin,
+    OutOfBlocks,
+)
+from phloem.radix.explain import Explanation, explain
+from phloem.radix.ghost import Ghost
+from phloem.radix.leases import Lease, LeaseBook
 from phloem.radix.namespace import Namespace
-from phloem.radix.node import Node, NodeRef
+from phloem.radix.node import NodeRef
 from phloem.radix.packing import TOKEN_BYTES, Tokens, pack
 from phloem.radix.policy import EvictionOrder, EvictionPolicy, policy_named
 from phloem.radix.pool import BlockPool, Owner
+from phloem.radix.refs import live_node, locked_node, ref_to
 from phloem.radix.residency import Residency, unlocked_blocks
-from phloem.radix.results import CacheStats, ClearResult, Grip, InsertResult, PrefixMatch
+from phloem.radix.results import CacheStats, ClearResult, Grip, InsertResult, LeaseInfo, PrefixMatch
 from phloem.radix.tree import Place, RadixTree
 
-
-@dataclass(slots=True)
-class _Counters:
-    """What only ever grows; see `CacheStats` for the meanings."""
-
-    queries: int = 0
-    query_tokens: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
-    tail_tokens: int = 0
-    refusals: int = 0
-    evictions: int = 0
-    duplicates: int = 0
+MAX_LABEL_CHARS = 256
+# The ghost remembers four times what the pool holds, unless that were more than this: 64 MiB of tokens.
+MAX_DEFAULT_GHOST_TOKENS = 2**24
 
 
 class RadixCache:
@@ -65,10 +68,17 @@ class RadixCache:
     (3, 8)
     """
 
-    __slots__ = ("_counters", "_residency", "_tree", "pool")
+    __slots__ = ("_counters", "_ghost", "_leases", "_residency", "_tree", "pool")
 
     def __init__(
-        self, pool: BlockPool, block_size: int = 16, *, policy: str | EvictionPolicy = "lru"
+        self,
+        pool: BlockPool,
+        block_size: int = 16,
+        *,
+        policy: str | EvictionPolicy = "lru",
+        max_pinned_blocks: int | None = None,
+        ghost_tokens: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An empty cache over `pool`, in which nobody else may move blocks from then on.
 
@@ -76,18 +86,34 @@ class RadixCache:
             pool: All blocks that tree and callers share.
             block_size: Tokens per block.
             policy: Which unlocked leaf is evicted first: ``lru``, ``lfu``, ``fifo``, ``priority``, or one's own.
+            max_pinned_blocks: How many blocks all leases together may protect; with None, half of the pool.
+            ghost_tokens: How many tokens of evicted paths to remember for `explain`, at four bytes each and up to
+                as much again for nodes; 0 for none; with None, four times what the pool holds, up to
+                `MAX_DEFAULT_GHOST_TOKENS`.
+            clock: What leases are timed by, in seconds; must never go back.
 
         Raises:
-            ValueError: `block_size` is not positive.
+            ValueError: `block_size` is not positive, `ghost_tokens` is negative, or `max_pinned_blocks` is negative
+                or more than the pool has.
             UnknownPolicy: No policy has that name.
         """
         if block_size < 1:
             raise ValueError(f"block_size must be 1 or more, not {block_size}")
+        if max_pinned_blocks is None:
+            max_pinned_blocks = pool.num_blocks // 2
+        if not 0 <= max_pinned_blocks <= pool.num_blocks:
+            raise ValueError(f"max_pinned_blocks must be 0 to {pool.num_blocks}, not {max_pinned_blocks}")
+        if ghost_tokens is None:
+            ghost_tokens = min(4 * pool.num_blocks * block_size, MAX_DEFAULT_GHOST_TOKENS)
+        if ghost_tokens < 0:
+            raise ValueError(f"ghost_tokens must be 0 or more, not {ghost_tokens}")
         self.pool = pool
         self._tree = RadixTree(block_size)
+        self._ghost = Ghost(block_size, max_tokens=ghost_tokens)
         order = EvictionOrder(policy_named(policy) if isinstance(policy, str) else policy)
-        self._residency = Residency(self._tree, pool, order)
-        self._counters = _Counters()
+        self._residency = Residency(self._tree, pool, order, self._ghost)
+        self._leases = LeaseBook(self._residency, max_pinned_blocks=max_pinned_blocks, clock=clock)
+        self._counters = Counters()
 
     @property
     def block_size(self) -> int:
@@ -117,33 +143,51 @@ class RadixCache:
         return PrefixMatch(
             num_tokens=place.num_blocks * self._tree.block_size,
             blocks=place.blocks,
-            node=self._ref(place.node, place.num_blocks),
+            node=ref_to(self.pool, place.node, place.num_blocks),
             tail_tokens=tail.num_tokens,
             tail_block=tail.block,
         )
 
+    def explain(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        limit: int | None = None,
+        across_namespaces: bool = False,
+    ) -> Explanation:
+        """Tells how much of `tokens` is cached, and why the rest is not. Changes nothing. Costs about two matches.
+
+        Reasons of eviction and divergence hold as far as the ghost remembers; beyond, paths count as never seen.
+
+        Args:
+            namespace: The path's namespace.
+            tokens: The path, up to its end: unlike `match`, this takes the last token of a prompt too.
+            limit: How many leading tokens may be reused at most: n - 1 for an n-token prompt. None: all.
+            across_namespaces: Look for the rest in other namespaces too, one match for each. It tells one tenant what
+                another has cached, hence is for operators.
+
+        Raises:
+            InvalidTokens: `tokens` are no token ids.
+            InvalidNamespace: `namespace` is not a `Namespace`.
+            ValueError: `limit` is negative.
+        """
+        query = pack(tokens)
+        num_tokens = len(query) // TOKEN_BYTES
+        if limit is not None and limit < 0:
+            raise ValueError(f"limit must be 0 or more, not {limit}")
+        return explain(
+            self._tree,
+            self._ghost.tree,
+            namespace,
+            query,
+            limit=num_tokens if limit is None else min(limit, num_tokens),
+            others=[name for name in self._tree.roots if name != namespace] if across_namespaces else (),
+        )
+
     def stats(self) -> CacheStats:
         """All counters. O(1)."""
-        pool, counters = self.pool, self._counters
-        return CacheStats(
-            num_blocks=pool.num_blocks,
-            free=pool.num_free,
-            evictable=self._residency.evictable,
-            locked=self._residency.locked,
-            pinned=0,
-            private=pool.num_private,
-            nodes=self._tree.num_nodes,
-            namespaces=len(self._tree.roots),
-            locks=self._residency.num_locks,
-            queries=counters.queries,
-            query_tokens=counters.query_tokens,
-            hits=counters.hits,
-            hit_tokens=counters.hit_tokens,
-            tail_tokens=counters.tail_tokens,
-            refusals=counters.refusals,
-            evictions=counters.evictions,
-            duplicates=counters.duplicates,
-        )
+        return self._counters.snapshot(self._residency, self._leases, self._ghost)
 
     def check(self) -> None:
         """Proves every invariant. O(blocks + nodes), meant for tests.
@@ -151,7 +195,7 @@ class RadixCache:
         Raises:
             InvariantError: One does not hold; the message says which and where.
         """
-        check_residency(self._residency)
+        check_cache(self._residency, self._leases, self._ghost)
 
     def lock(self, ref: NodeRef) -> None:
         """Protects the path up to `ref` from eviction, until `unlock`. Counts. May split a node. O(nodes on the path).
@@ -159,7 +203,7 @@ class RadixCache:
         Raises:
             StaleNode: Blocks of the path have left the tree since `ref` was made; nothing was changed.
         """
-        node = self._tree.split(self._live_node(ref), ref.num_blocks)
+        node = self._tree.split(live_node(self._residency, ref), ref.num_blocks)
         self._residency.lock(node)
 
     def unlock(self, ref: NodeRef) -> None:
@@ -168,16 +212,58 @@ class RadixCache:
         In a cleared tree, whatever no lock protects any more is freed at once.
 
         Raises:
-            NotLocked: No lock is held at `ref`; nothing was changed.
+            NotLocked: No lock is held at `ref`, or only those of leases; nothing was changed.
         """
-        self._residency.unlock(self._locked_node(ref))
+        self._residency.unlock(locked_node(ref))
+
+    def pin(self, namespace: Namespace, tokens: Tokens, *, ttl: float = 60.0, owner: str = "app") -> Lease:
+        """Keeps what is cached of `tokens`, in whole blocks, from eviction for a time. May split a node.
+
+        The lease ends `ttl` seconds after its last use: `Lease.renew`, or an admission that reuses the pinned path to
+        its end. Until then it may be released; `clear` ends it too. Leases that are due end before anything that they
+        might stand in the way of, and whenever `expire` is called. O(tokens) as a match, plus O(nodes on the path).
+
+        Args:
+            namespace: The path's namespace.
+            tokens: The path. What of it is not cached, or not in whole blocks, is not pinned: see `Lease.num_tokens`.
+            ttl: Its lifetime in seconds.
+            owner: For whom; shown in `leases` and in refusals.
+
+        Raises:
+            NothingToPin: Not one whole block of the path is cached.
+            PinRefused: More blocks than `max_pinned_blocks` would be pinned; the message says what is.
+            InvalidLease: `ttl` is not a positive finite number, or `owner` not a text of 1 to 256 characters.
+            InvalidTokens: `tokens` are no token ids.
+            InvalidNamespace: `namespace` is not a `Namespace`.
+        """
+        query = pack(tokens)
+        self._leases.expire()
+        place = self._tree.walk(self._tree.root(namespace), query)
+        if place.num_blocks == 0:
+            raise NothingToPin(
+                f"of {len(query) // TOKEN_BYTES} tokens, no whole block of {self.block_size} is cached in the "
+                "namespace; run the prompt first, then pin it"
+            )
+        return self._leases.pin(namespace, place, ttl=ttl, owner=owner)
+
+    def expire(self) -> int:
+        """Ends the leases that are due, and says how many: to be called now and then, as once a step.
+
+        O(1) when none is due; O(log leases) and O(nodes on the path) for each that is.
+        """
+        return self._leases.expire()
+
+    def leases(self) -> tuple[LeaseInfo, ...]:
+        """The leases that live, the first to end first. O(leases · log leases). Changes nothing."""
+        return self._leases.infos()
 
     def acquire(self, namespace: Namespace, tokens: Tokens, *, num_blocks: int, priority: int = 0) -> Grip:
         """Matches, locks and allocates as one step: all of it, or nothing. May split a node; may evict.
 
         The caller then has `num_blocks` blocks, the hit's and private ones, in this order; it gives them back with
         `unlock` and `free`, or moves them into the tree with `extend`. Blocks of the hit that nobody has locked yet
-        do not count as evictable for this request. Hit counts and the statistics of admission move here.
+        do not count as evictable for this request. Hit counts and the statistics of admission move here, and leases
+        on paths that it reuses to the end are renewed. Leases that are due end first.
 
         The tail block is not locked. This very allocation may evict it and even hand it out among `new_blocks`, its
         content as yet unharmed: copy its `tail_tokens` rows before anything is written in this step, and do so in the
@@ -195,6 +281,7 @@ class RadixCache:
             InvalidNamespace: `namespace` is not a `Namespace`.
         """
         query = pack(tokens)
+        self._leases.expire()
         place = self._tree.walk(self._tree.root(namespace), query)
         needed = max(0, num_blocks - place.num_blocks)
         self._require_room(needed, reserved=unlocked_blocks(place))
@@ -202,19 +289,22 @@ class RadixCache:
         node = self._tree.split(place.node, place.num_blocks)
         self._residency.lock(node)
         self._residency.hit(node, priority=priority)
+        self._leases.use(node, tail)
         grip = Grip(
             num_tokens=place.num_blocks * self._tree.block_size,
             blocks=place.blocks,
-            node=self._ref(node, place.num_blocks),
+            node=ref_to(self.pool, node, place.num_blocks),
             tail_tokens=tail.num_tokens,
             tail_block=tail.block,
             new_blocks=self._take(needed),
         )
-        self._count_admission(len(query) // TOKEN_BYTES, grip)
+        self._counters.count_admission(len(query) // TOKEN_BYTES, grip)
         return grip
 
     def allocate(self, count: int) -> list[int]:
         """Private blocks for the caller; evicts exactly what is short. O(count), O(log n) per node evicted.
+
+        Leases that are due end first.
 
         Raises:
             OutOfBlocks: Too few are free or evictable; nothing was changed but the count of refusals.
@@ -222,6 +312,7 @@ class RadixCache:
         """
         if count < 0:
             raise ValueError(f"cannot allocate {count} blocks")
+        self._leases.expire()
         self._require_room(count, reserved=0)
         return self._take(count)
 
@@ -235,7 +326,13 @@ class RadixCache:
         self.pool.free(blocks)
 
     def insert(
-        self, namespace: Namespace, tokens: Tokens, blocks: Sequence[int], *, priority: int = 0
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        priority: int = 0,
+        label: str | None = None,
     ) -> InsertResult:
         """Hands over the blocks of a whole path, from the root. May split a node. The new blocks start evictable.
 
@@ -248,12 +345,15 @@ class RadixCache:
             tokens: The path. What it has beyond its last full block is ignored, since its block stays the caller's.
             blocks: One block for each full block of `tokens`.
             priority: Raises the priority of the whole path.
+            label: Who puts the new blocks there, as a request's id; `explain` shows it to those who part from them.
 
         Raises:
             InvalidBlocks: Too few or too many blocks, or one of them is not the caller's; nothing was changed.
+            InvalidLabel: `label` is neither None nor a text of up to 256 characters.
             InvalidTokens: `tokens` are no token ids.
             InvalidNamespace: `namespace` is not a `Namespace`.
         """
+        _check_label(label)
         query, own = self._full_blocks(tokens, blocks)
         root = self._tree.root(namespace)
         place = self._tree.walk(root, query)
@@ -262,13 +362,19 @@ class RadixCache:
         self.pool.require(duplicates + own[kept:], Owner.PRIVATE)
         if own:
             self._tree.enter(root)
-        node = self._residency.graft(place, query, own[kept:], priority=priority, own_locks=0)
+        node = self._residency.graft(place, query, own[kept:], priority=priority, label=label, own_locks=0)
         self._residency.touch(node, priority=priority)
         self._discard_duplicates(duplicates)
-        return InsertResult(blocks=place.blocks + own[kept:], node=self._ref(node, node.end))
+        return InsertResult(blocks=place.blocks + own[kept:], node=ref_to(self.pool, node, node.end))
 
     def extend(
-        self, ref: NodeRef, tokens: Tokens, blocks: Sequence[int], *, priority: int = 0
+        self,
+        ref: NodeRef,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        priority: int = 0,
+        label: str | None = None,
     ) -> InsertResult:
         """Commits what follows a locked place, and moves the caller's lock from `ref` to its end. May split a node.
 
@@ -283,6 +389,7 @@ class RadixCache:
             tokens: The tokens that follow `ref`. What they have beyond their last full block is ignored.
             blocks: One private block for each full block of `tokens`.
             priority: The priority of the new blocks.
+            label: Who puts them there; see `insert`. A leaf grows in place only under its own label.
 
         Returns:
             The tree's blocks for `tokens` only, and the new end.
@@ -290,18 +397,22 @@ class RadixCache:
         Raises:
             NotLocked: No lock is held at `ref`.
             InvalidBlocks: Too few or too many blocks, or one of them is not private; nothing was changed.
+            InvalidLabel: `label` is neither None nor a text of up to 256 characters.
             InvalidTokens: `tokens` are no token ids.
         """
+        _check_label(label)
         query, own = self._full_blocks(tokens, blocks)
-        start = self._locked_node(ref)
+        start = locked_node(ref)
         self.pool.require(own, Owner.PRIVATE)
         place = self._tree.walk(start, query)
         kept = len(place.blocks)
         own_locks = 1 if place.node is start else 0
-        node = self._residency.graft(place, query, own[kept:], priority=priority, own_locks=own_locks)
+        node = self._residency.graft(
+            place, query, own[kept:], priority=priority, label=label, own_locks=own_locks
+        )
         self._residency.move_lock(start, node)
         self._discard_duplicates(own[:kept])
-        return InsertResult(blocks=place.blocks + own[kept:], node=self._ref(node, node.end))
+        return InsertResult(blocks=place.blocks + own[kept:], node=ref_to(self.pool, node, node.end))
 
     def evict(self, count: int) -> int:
         """Evicts up to `count` blocks in the policy's order, and says how many: all it can. O(log n) per node.
@@ -318,7 +429,8 @@ class RadixCache:
     def clear(self, namespace: Namespace | None = None) -> ClearResult:
         """Makes everything cached in one namespace (or, with None, in all) unmatchable at once. O(nodes and blocks).
 
-        What is unlocked is freed now, what is locked as its locks end; their holders go on undisturbed.
+        What is unlocked is freed now, what is locked as its locks end; their holders go on undisturbed. Leases on what
+        is cleared end, since nobody could use it; and what was evicted before is forgotten.
 
         Raises:
             InvalidNamespace: `namespace` is neither a `Namespace` nor None.
@@ -330,37 +442,15 @@ class RadixCache:
         else:
             raise InvalidNamespace(f"expected a Namespace or None, not {type(namespace).__name__}")
         before = self.pool.num_free
+        self._leases.end_all(namespace)
+        self._ghost.clear(namespace)
         locked = sum(self._residency.clear(root) for root in roots)
         return ClearResult(num_freed=self.pool.num_free - before, num_locked=locked)
-
-    def _ref(self, node: Node, num_blocks: int) -> NodeRef:
-        if num_blocks == 0:
-            return NodeRef(node, 0)
-        block = node.blocks[num_blocks - node.start - 1]
-        return NodeRef(node, num_blocks, block, self.pool.life(block))
 
     def _rest(self, place: Place, query: bytes) -> bytes:
         """What of `query` follows `place`, up to one block; `query` began at the root."""
         offset = place.num_blocks * self._tree.block_bytes
         return query[offset : offset + self._tree.block_bytes]
-
-    def _live_node(self, ref: NodeRef) -> Node:
-        node = ref.resolve()
-        if ref.block is None:
-            root = ref.node
-            # An empty root holds nothing that could be stale. It is entered (again) if the name is free.
-            live = root in self._residency.cleared or self._tree.entered(root) in (None, root)
-        else:
-            live = self.pool.life(ref.block) == ref.life
-        if node is None or not live:
-            raise StaleNode(f"the path of {ref.num_blocks} blocks has left the tree since; match again")
-        return node
-
-    def _locked_node(self, ref: NodeRef) -> Node:
-        node = ref.resolve()
-        if node is None or node.held == 0 or node.end != ref.num_blocks:
-            raise NotLocked(f"no lock is held at the end of the path of {ref.num_blocks} blocks")
-        return node
 
     def _full_blocks(self, tokens: Tokens, blocks: Sequence[int]) -> tuple[bytes, list[int]]:
         query = pack(tokens)
@@ -380,27 +470,15 @@ class RadixCache:
         self._counters.duplicates += len(blocks)
 
     def _require_room(self, needed: int, *, reserved: int) -> None:
-        pool = self.pool
-        if needed <= pool.num_free + self._residency.evictable - reserved:
-            return
-        self._counters.refusals += 1
-        raise OutOfBlocks(
-            Shortage(
-                needed=needed,
-                free=pool.num_free,
-                evictable=self._residency.evictable,
-                reserved=reserved,
-                locked=self._residency.locked,
-                private=pool.num_private,
-                num_locks=self._residency.num_locks,
-                num_blocks=pool.num_blocks,
-            )
-        )
+        if needed > self.pool.num_free + self._residency.evictable - reserved:
+            self._counters.refusals += 1
+            raise OutOfBlocks(self._residency.shortage(needed, reserved=reserved))
 
-    def _count_admission(self, num_tokens: int, grip: Grip) -> None:
-        counters = self._counters
-        counters.queries += 1
-        counters.query_tokens += num_tokens
-        counters.hits += grip.num_tokens > 0
-        counters.hit_tokens += grip.num_tokens
-        counters.tail_tokens += grip.tail_tokens
+
+def _check_label(label: object) -> None:
+    if label is None:
+        return
+    if not isinstance(label, str):
+        raise InvalidLabel(f"label must be a str or None, not {type(label).__name__}")
+    if len(label) > MAX_LABEL_CHARS:
+        raise InvalidLabel(f"label has {len(label)} characters, more than the limit of {MAX_LABEL_CHARS}")

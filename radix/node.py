@@ -34,12 +34,16 @@ class Node:
     )
     order: SortedList | None = None  # the keys of `children`, kept only while they are many (tree.py)
     namespace: Namespace | None = None  # of a root only
-    held: int = 0  # locks taken at this very node
+    held: int = 0  # locks taken at this very node, those of leases included
     lock_refs: int = 0  # locks taken at this node or below: held + sum of the children's lock_refs
+    pins: int = 0  # leases on the path that ends here; each has one of the locks in `held`
+    pin_refs: int = 0  # leases at this node or below: pins + sum of the children's pin_refs
     created: int = 0  # tick of the cache's clock at which its content entered the tree
     last_used: int = 0  # tick of the last lock, unlock or insert of a path through this node
     hit_count: int = 0  # admissions that hit this node
     priority: int = 0  # the highest that an insert or admission gave
+    label: str | None = None  # who put the content here, as the caller named itself
+    ghost: Node | None = None  # a node of the ghost's tree whose path has this one's as a prefix (ghost.py)
     rank: Rank | None = None  # its entry among the eviction candidates
 
     @property
@@ -66,6 +70,17 @@ class Node:
             node = node.parent
         return node
 
+    def covering(self, num_blocks: int) -> Node | None:
+        """The node that has depth `num_blocks` of this node's path in it, or None when that part has left.
+
+        Right whatever was split since this node ended there or below, because the lower part of a split keeps its
+        identity. O(splits since).
+        """
+        node = self
+        while node.parent is not None and node.start >= num_blocks:
+            node = node.parent
+        return node if node.start <= num_blocks <= node.end else None
+
     def __repr__(self) -> str:
         kind = "root" if self.is_root else "node"
         return (
@@ -90,7 +105,4 @@ class NodeRef:
 
     def resolve(self) -> Node | None:
         """The node that covers depth `num_blocks` now, or None when that part has left. O(splits since)."""
-        node = self.node
-        while node.parent is not None and node.start >= self.num_blocks:
-            node = node.parent
-        return node if node.start <= self.num_blocks <= node.end else None
+        return self.node.covering(self.num_blocks)

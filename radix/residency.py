@@ -1,4 +1,4 @@
-"""Which nodes are resident and which of them may go: locks, the order of eviction, and the counters of both.
+"""Which nodes are resident and which of them may go: locks, pins, the order of eviction, and the counters of these.
 
 This is the part of the cache that deals in nodes. It keeps the tree, the pool and the order of eviction in step, so
 that each of its methods leaves all invariants of `RadixCache` standing. It knows no tokens but as bytes to store, no
@@ -18,6 +18,8 @@ Time is a counter that ticks once per operation that moves recency, so that no t
 
 from __future__ import annotations
 
+from phloem.radix.errors import Shortage
+from phloem.radix.ghost import Ghost
 from phloem.radix.node import Node
 from phloem.radix.policy import EvictionOrder
 from phloem.radix.pool import BlockPool
@@ -27,22 +29,38 @@ from phloem.radix.tree import Place, RadixTree
 class Residency:
     """The nodes of all trees, live and cleared, with their locks. Owned by one `RadixCache`."""
 
-    __slots__ = ("_clock", "cleared", "evictable", "num_locks", "order", "pool", "tree")
+    __slots__ = ("_clock", "cleared", "evictable", "ghost", "num_locks", "order", "pinned", "pool", "tree")
 
-    def __init__(self, tree: RadixTree, pool: BlockPool, order: EvictionOrder) -> None:
-        """Nothing resident; `tree` and `order` must be empty, and no block of `pool` cached."""
+    def __init__(self, tree: RadixTree, pool: BlockPool, order: EvictionOrder, ghost: Ghost) -> None:
+        """Nothing resident; `tree`, `order` and `ghost` must be empty, and no block of `pool` cached."""
         self.tree = tree
         self.pool = pool
         self.order = order
+        self.ghost = ghost  # told of each leaf before blocks of it are evicted
         self.cleared: set[Node] = set()  # roots of cleared trees in which locks are left
         self.evictable = 0  # blocks in nodes with lock_refs == 0
         self.num_locks = 0  # locks taken and not given back: the sum of `held`
+        self.pinned = 0  # blocks in nodes with pin_refs > 0
         self._clock = 0
 
     @property
     def locked(self) -> int:
         """Cached blocks in nodes with locks."""
         return self.pool.num_cached - self.evictable
+
+    def shortage(self, needed: int, *, reserved: int) -> Shortage:
+        """The numbers of a refusal of `needed` blocks to one that hits `reserved` evictable ones itself. O(1)."""
+        return Shortage(
+            needed=needed,
+            free=self.pool.num_free,
+            evictable=self.evictable,
+            reserved=reserved,
+            locked=self.locked,
+            private=self.pool.num_private,
+            num_locks=self.num_locks,
+            num_blocks=self.pool.num_blocks,
+            pinned=self.pinned,
+        )
 
     def lock(self, node: Node) -> None:
         """Takes a lock at the end of `node`, and marks its path as used now. O(nodes on the path)."""
@@ -79,6 +97,29 @@ class Residency:
         else:
             self._settle(node)
 
+    def pin(self, node: Node) -> None:
+        """Takes a lock for a lease at the end of `node`, which is no root. O(nodes on the path)."""
+        self.lock(node)
+        node.pins += 1
+        for step in node.ancestors():
+            if step.pin_refs == 0:
+                self.pinned += len(step.blocks)
+            step.pin_refs += 1
+
+    def unpin(self, node: Node) -> None:
+        """Takes back one `pin`, and leaves the path as old as it is. O(nodes on the path), O(log candidates)."""
+        self.num_locks -= 1
+        node.held -= 1
+        node.pins -= 1
+        for step in node.ancestors():
+            step.lock_refs -= 1
+            step.pin_refs -= 1
+            if step.lock_refs == 0:
+                self.evictable += len(step.blocks)
+            if step.pin_refs == 0:
+                self.pinned -= len(step.blocks)
+        self._settle(node)
+
     def move_lock(self, start: Node, end: Node) -> None:
         """Moves one lock from `start` down to `end`, which is below it or the same. O(nodes between)."""
         start.held -= 1
@@ -112,7 +153,16 @@ class Residency:
             step = step.parent
         self._settle(node)
 
-    def graft(self, place: Place, query: bytes, blocks: list[int], *, priority: int, own_locks: int) -> Node:
+    def graft(
+        self,
+        place: Place,
+        query: bytes,
+        blocks: list[int],
+        *,
+        priority: int,
+        label: str | None,
+        own_locks: int,
+    ) -> Node:
         """Adopts private `blocks`, whose tokens `query` ends with, at `place`. May split a node.
 
         The caller must `touch` or lock the node that is returned: it may be a candidate that is not sorted in yet.
@@ -122,6 +172,7 @@ class Residency:
             query: Packed tokens that end with those of `blocks`.
             blocks: What the tree does not have there; may be empty.
             priority: The priority of the new blocks.
+            label: Who puts them there.
             own_locks: How many locks the caller itself holds at `place.node`.
 
         Returns:
@@ -134,13 +185,14 @@ class Residency:
         edge = query[-len(blocks) * self.tree.block_bytes :]
         self.order.discard(node)
         self.pool.adopt(blocks)
-        if _can_grow(node, priority=priority, own_locks=own_locks):
+        if _can_grow(node, priority=priority, label=label, own_locks=own_locks):
             self.tree.grow(node, edge, blocks)
+            node.ghost = None  # which knows another continuation, if any
             leaf = node
         else:
             leaf = Node(bytearray(edge), blocks, node.end + len(blocks))
             leaf.created = leaf.last_used = self._clock
-            leaf.priority = priority
+            leaf.priority, leaf.label = priority, label
             self.tree.attach(leaf, node)
         if leaf.lock_refs == 0:
             self.evictable += len(blocks)
@@ -151,6 +203,7 @@ class Residency:
         wanted = short = min(count, self.evictable)
         while short:
             leaf = self.order.first()
+            self.ghost.remember(leaf)
             if short < len(leaf.blocks):
                 blocks = self.tree.trim(leaf, short)
                 self.evictable -= len(blocks)
@@ -212,11 +265,11 @@ def unlocked_blocks(place: Place) -> int:
     return max(0, place.num_blocks - node.end) if node.lock_refs else place.num_blocks
 
 
-def _can_grow(node: Node, *, priority: int, own_locks: int) -> bool:
+def _can_grow(node: Node, *, priority: int, label: str | None, own_locks: int) -> bool:
     """Whether a caller that holds `own_locks` there may append to `node` instead of giving it a child.
 
     Not if somebody else has locked it: that lock would then hold blocks that its owner does not use. Nor if it was hit,
-    or has another priority: what follows would inherit a worth that it has not earned.
+    or has another priority: what follows would inherit a worth that it has not earned. Nor under another label.
     """
     return (
         node.parent is not None
@@ -224,4 +277,5 @@ def _can_grow(node: Node, *, priority: int, own_locks: int) -> bool:
         and node.lock_refs == own_locks
         and node.hit_count == 0
         and node.priority == priority
+        and node.label == label
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phloem.radix.namespace import Namespace
 from phloem.radix.node import NodeRef
 
 
@@ -50,6 +51,17 @@ class ClearResult:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseInfo:
+    """A lease at the moment when it was asked about."""
+
+    owner: str
+    namespace: Namespace
+    num_tokens: int  # what it protects, in whole blocks
+    ttl: float  # seconds that it lives on after each use
+    expires_in_s: float  # if it is not used
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStats:
     """Counters of one cache. The first six are levels, in blocks; free + evictable + locked + private = num_blocks."""
 
@@ -57,11 +69,12 @@ class CacheStats:
     free: int
     evictable: int  # in the tree, unlocked
     locked: int  # in the tree, locked
-    pinned: int  # of the locked, by leases; 0 until there are leases
+    pinned: int  # of the locked, by leases, each block once
     private: int  # held by callers, not in the tree
     nodes: int  # roots not counted
     namespaces: int  # those that have a node or a lock
-    locks: int  # taken and not yet given back
+    locks: int  # taken and not yet given back, one for each lease included
+    leases: int  # pinned and not yet ended
     queries: int  # admissions
     query_tokens: int  # tokens of admitted paths
     hits: int  # admissions that hit one block or more
@@ -70,3 +83,5 @@ class CacheStats:
     refusals: int  # admissions and allocations refused for want of blocks
     evictions: int  # blocks evicted
     duplicates: int  # blocks handed over that the tree already had
+    expired_leases: int  # ended by time
+    ghost_tokens: int  # remembered of paths of which blocks were evicted

@@ -20,8 +20,8 @@ Blocks are written as letters here. ``ABCDE`` is cached, with a lock held at its
                                            └─ X: [X]  lock_refs 0
 
 The *lower* part keeps the node's identity and the upper one is new. Whoever holds a lock holds it at a node's end, and
-that is the lower part's: handles stay right without being told. Both parts keep lock refs, priority, hit count and
-recency. The parent's dictionary changes no key, as the upper part begins with the same block as the old node.
+that is the lower part's: handles and leases stay right without being told. Both parts keep lock refs, pin refs,
+priority, hit count, recency and label. The parent's dictionary changes no key, as the upper part begins with the same block as the old node.
 
 Where a walk can end
 --------------------
@@ -45,7 +45,7 @@ Invariants
 - ``end`` counts the blocks from the root: ``node.start == node.parent.end``.
 - ``children`` is None instead of empty; ``order`` exists only where children are many.
 
-The tree knows no locks but to copy them in a split, no eviction, no pool; it asks nobody whether a block may go. It
+The tree knows no locks but to copy them in a split, no eviction, no pool (the ghost of ghost.py has a tree and no pool); it asks nobody whether a block may go. It
 never recurses: depth is bounded by memory, not by the interpreter's stack.
 """
 
@@ -78,13 +78,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """`num_tokens` leading rows of `block` agree with a query beyond its last matching block."""
+    """The known block that goes on from a walk's end most like the query does: `num_tokens` of its rows agree with it."""
 
     num_tokens: int
     block: int | None  # None exactly when num_tokens is 0
+    node: (
+        Node | None
+    )  # which has the block, as its first unless the walk ended inside this node; None: nothing goes on
+    tokens: bytes  # all tokens of the block, packed; empty when nothing goes on
 
 
-NO_TAIL = Tail(0, None)
+NO_TAIL = Tail(0, None, None, b"")
 
 
 class RadixTree:
@@ -154,31 +158,28 @@ class RadixTree:
         return Place(node, node.end, blocks)
 
     def tail(self, place: Place, rest: bytes) -> Tail:
-        """The cached block beyond `place` that shares most leading tokens with `rest`. Changes nothing.
+        """The cached block beyond `place` that shares most leading tokens with `rest`, be it none. Changes nothing.
 
         O(block_size), plus O(log children) where they are many.
 
         Args:
             place: Where the walk along a query ended.
-            rest: What follows there, up to one block.
+            rest: What follows there, up to one block; with nothing left, nothing is sought.
         """
         if len(rest) < TOKEN_BYTES:
             return NO_TAIL
         node = place.node
         if place.num_blocks < node.end:
             index = place.num_blocks - node.start
-            offset = index * self.block_bytes
-            candidates = [(bytes(node.edge[offset : offset + self.block_bytes]), node.blocks[index])]
-        elif node.children is not None:
-            children = node.children
-            candidates = [(key, children[key].blocks[0]) for key in self._neighbours(node, rest)]
-        else:
+            return self._tail_of(node, index, self._key(node.edge, index * self.block_bytes), rest)
+        children = node.children
+        if children is None:
             return NO_TAIL
         best = NO_TAIL
-        for tokens, block in candidates:
-            num_tokens = common_tokens(tokens, rest)
-            if num_tokens > best.num_tokens:
-                best = Tail(num_tokens, block)
+        for key in self._neighbours(node, rest):
+            tail = self._tail_of(children[key], 0, key, rest)
+            if best.node is None or tail.num_tokens > best.num_tokens:
+                best = tail
         return best
 
     def split(self, node: Node, num_blocks: int) -> Node:
@@ -200,10 +201,13 @@ class RadixTree:
             parent=parent,
             children={self._key(node.edge, cut): node},
             lock_refs=node.lock_refs,
+            pin_refs=node.pin_refs,
             created=node.created,
             last_used=node.last_used,
             hit_count=node.hit_count,
             priority=node.priority,
+            label=node.label,
+            ghost=node.ghost,
         )
         parent.children[self._key(node.edge, 0)] = upper
         # Slices, not `del edge[:cut]`, which would keep the memory of what was cut off.
@@ -272,6 +276,10 @@ class RadixTree:
                 yield node
             if node.children is not None:
                 stack.extend(node.children.values())
+
+    def _tail_of(self, node: Node, index: int, tokens: bytes, rest: bytes) -> Tail:
+        num_tokens = common_tokens(tokens, rest)
+        return Tail(num_tokens, node.blocks[index] if num_tokens else None, node, tokens)
 
     def _key(self, edge: bytearray, offset: int) -> bytes:
         return bytes(edge[offset : offset + self.block_bytes])
