@@ -217,7 +217,7 @@ class Engine:
 
     def clear_cache(self) -> None:
         """Forget every cached prefix. Requests under way keep what they use until they end."""
-        self._core.call(lambda: self._core.paths.cache.clear()).result()
+        self._core.call(self._core.paths.clear).result()
 
     def close(self) -> None:
         """End what runs, with :class:`EngineClosed`, and the engine's thread. May be called twice."""

@@ -132,6 +132,7 @@ class EngineLoop:
         """Counters of the loop and of what it owns. Only for the engine's thread: go through `call`."""
         return EngineStats(
             cache=self.scheduler.paths.cache.stats(),
+            kept_tails=len(self.scheduler.paths.tails),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             steps=self._steps,

@@ -85,6 +85,9 @@ class EngineStats:
     """Counters since the engine started, and the state of its pool (in blocks) and queues now."""
 
     cache: CacheStats
+    kept_tails: int
+    """Partly filled blocks of finished paths, kept for prompts that begin alike; they count as private."""
+
     running: int
     waiting: int
     steps: int

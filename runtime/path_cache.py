@@ -1,8 +1,8 @@
 """What live paths hold of the radix cache: admission, growth, commit, fork, suspension. The only caller of RadixCache.
 
-Paths are *active* (a request runs on them) or *idle* (a branch keeps them for later). When memory is short, the idle path that was
-used longest ago is suspended first. That costs its owner a few recomputed tokens, since its whole blocks stay in the tree until
-somebody needs them.
+Paths are *active* (a request runs on them) or *idle* (a branch keeps them for later). When memory is short, first the tails of finished
+paths go (`tail_store.py`), then the idle path that was used longest ago is suspended. That costs its owner a few recomputed
+tokens, since its whole blocks stay in the tree until somebody needs them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from typing import TypeVar
 from phloem.radix import OutOfBlocks, RadixCache
 from phloem.runtime.batch import RowCopy
 from phloem.runtime.path import Path, SharedTail
+from phloem.runtime.tail_store import Place, Tail, TailStore
+
+TAIL_SHARE = 16
+"""One block in so many may hold the tail of a finished path."""
 
 Result = TypeVar("Result")
 
@@ -27,6 +31,7 @@ class PathCache:
         self.cache = cache
         self.block_size = cache.block_size
         self.prefix_cache = prefix_cache
+        self.tails = TailStore(max_tails=max(1, cache.pool.num_blocks // TAIL_SHARE))
         self._idle: dict[Path, None] = {}
         """Resident idle paths, used longest ago first."""
 
@@ -112,6 +117,16 @@ class PathCache:
         path.block_table = []
         path.num_committed = path.num_computed = 0
 
+    def retire(self, path: Path) -> None:
+        """Release a path that nobody goes on with, but keep its tail for others that begin alike."""
+        self._keep_tail(path)
+        self.release(path)
+
+    def clear(self) -> None:
+        """Forget all that is cached. Active and idle paths keep what they hold."""
+        self.cache.free(self.tails.clear())
+        self.cache.clear()
+
     # Idle paths
 
     def park(self, path: Path) -> None:
@@ -165,10 +180,33 @@ class PathCache:
         path.ref = grip.node
         path.block_table = [*grip.blocks, *grip.new_blocks]
         path.num_committed = grip.num_tokens
-        path.num_computed = grip.num_tokens + grip.tail_tokens
-        if grip.tail_block is None:
-            return []
-        return [RowCopy(grip.tail_block, grip.new_blocks[0], grip.tail_tokens)]
+        rest = path.tokens[grip.num_tokens : min(reusable, grip.num_tokens + self.block_size)]
+        source, rows = grip.tail_block, grip.tail_tokens
+        # A tail that was freed for this very allocation is not found any more; one that is found is copied before it can be written.
+        kept = self.tails.find(self._place(path), rest)
+        if kept is not None and kept[1] > rows:
+            source, rows = kept[0].block, kept[1]
+        path.num_computed = grip.num_tokens + rows
+        return [] if source is None else [RowCopy(source, grip.new_blocks[0], rows)]
+
+    def _place(self, path: Path) -> Place:
+        """Where the path's tail begins."""
+        if path.num_committed == 0:
+            return path.namespace, None, 0
+        block = path.block_table[path.num_committed // self.block_size - 1]
+        return path.namespace, block, self.cache.pool.life(block)
+
+    def _keep_tail(self, path: Path) -> None:
+        rows = path.num_computed - path.num_committed
+        shared = path.tail is not None and path.tail.num_sharers > 1
+        if not self.prefix_cache or path.ref is None or rows == 0 or shared:
+            return
+        index = path.num_committed // self.block_size
+        tokens = path.tokens[path.num_committed : path.num_computed]
+        tail = Tail(self._place(path), tokens, path.block_table.pop(index))
+        path.tail = None
+        path.num_computed = path.num_committed
+        self.cache.free(self.tails.keep(tail))
 
     def _grow(self, path: Path, num_tokens: int) -> list[RowCopy]:
         tail = path.tail if num_tokens > path.num_computed else None
@@ -227,11 +265,14 @@ class PathCache:
         self.cache.free(private)
 
     def _suspending_idle(self, action: Callable[[], Result]) -> Result:
-        """Run an action that may raise OutOfBlocks, suspending idle paths until it does not."""
+        """Run an action that may raise OutOfBlocks, dropping tails and suspending idle paths until it does not."""
         while True:
             try:
                 return action()
             except OutOfBlocks:
-                if not self._idle:
+                if len(self.tails):
+                    self.cache.free([self.tails.pop_oldest()])
+                elif self._idle:
+                    self.release(next(iter(self._idle)))
+                else:
                     raise
-                self.release(next(iter(self._idle)))

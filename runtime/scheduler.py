@@ -126,7 +126,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         if not request.keeps_path:
-            self.paths.release(request.path)
+            self.paths.retire(request.path)
         request.phase = Phase.FINISHED
 
     # Running requests

@@ -59,13 +59,11 @@ def test_the_answer_is_the_same_from_a_warm_cache(tiny_engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 100])
-def test_b01_a_second_prompt_hits_all_but_the_last_token_or_its_own_partial_block(
-    tiny_engine: Engine, length: int
-) -> None:
+def test_b01_a_second_prompt_hits_all_but_the_last_token(tiny_engine: Engine, length: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=1)
     one(tiny_engine, ids(length), params)
     again = one(tiny_engine, ids(length), params)
-    assert again.usage.cached_tokens == (length - 1 if length % 16 == 0 else length - length % 16)
+    assert again.usage.cached_tokens == length - 1
 
 
 def test_b03_salts_and_adapters_keep_prompts_apart(tiny_engine: Engine) -> None:
@@ -304,7 +302,7 @@ def test_b26_an_abort_gives_what_there_is_and_keeps_the_computed_blocks(tiny_eng
     assert done.finish_reason == "abort"
     assert done.text == "".join(chunk.text for chunk in chunks)
     assert 5 <= len(done.token_ids) < 900
-    assert one(tiny_engine, ids(40)).usage.cached_tokens >= 32
+    assert one(tiny_engine, ids(40)).usage.cached_tokens == 39
 
 
 def test_b24_aborting_twice_or_an_unknown_id_does_nothing(tiny_engine: Engine) -> None:

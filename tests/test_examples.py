@@ -1,0 +1,27 @@
+"""Each example runs, and prints what it says it prints."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("fork", ["owls", "bees", "whales", "cached"]),
+        ("score", ["' Paris'", "log-probability"]),
+        ("expand", ["0:", "3:", "The end."]),
+        ("constrained", ['{"city": "', "forced by the schema"]),
+    ],
+)
+def test_an_example_runs(
+    name: str, shown: list[str], smollm2_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    output = capsys.readouterr().out
+    for text in shown:
+        assert text in output
