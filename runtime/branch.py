@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phloem.radix import Namespace
+from phloem.radix import Explanation, Lease, Namespace, PinRefused
 from phloem.runtime.engine_core import EngineCore
-from phloem.runtime.errors import BranchReleased, InvalidRequest
+from phloem.runtime.errors import BranchReleased, CacheFull, InvalidRequest
 from phloem.runtime.fan_out import Child
 from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Progress, QueueSink, Sink
 from phloem.runtime.outputs import Chunk, Completion, TokenLogprob
@@ -56,6 +56,7 @@ class Branch:
         self._guard = threading.Lock()
         self._request: Request | None = None
         self._is_released = False
+        self._lease: Lease | None = None
         self.completion = completion
         """Of the generation that made this branch, for those that `expand` returned."""
 
@@ -220,6 +221,38 @@ class Branch:
         """End the branch: its blocks can be evicted at once, and a generation on it is aborted. A second call does nothing."""
         self._is_released = True
         self._finalizer()
+
+    def pin(self, *, ttl: float = 60.0, owner: str = "branch") -> int:
+        """Keep the branch's whole blocks from eviction for `ttl` seconds after their last use; return how many tokens.
+
+        Computes what is not computed yet. The lease outlives the branch; `unpin` ends it. A second call replaces the first.
+
+        Raises:
+            InvalidRequest: `ttl` or `owner` is out of range, or the path does not fill one block.
+            CacheFull: The budget for pins does not hold it; the message says what is pinned.
+        """
+        self.next_token_logprobs(top=1)
+        path = self._live_path()
+        try:
+            lease = self._core.call(lambda: self._core.paths.pin(path, ttl=ttl, owner=owner)).result()
+        except PinRefused as error:
+            raise CacheFull(str(error)) from error
+        except ValueError as error:
+            raise InvalidRequest(str(error), field="pin") from error
+        self.unpin()
+        self._lease = lease
+        return lease.num_tokens
+
+    def unpin(self) -> None:
+        """End the lease that `pin` took; without one, do nothing."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._core.call(lease.release).result()
+
+    def explain(self) -> Explanation:
+        """Tell how much of the path needs no computing for the next token, and why the rest does."""
+        path = self._live_path()
+        return self._core.call(lambda: self._core.paths.explain(path, reusable=len(path.tokens) - 1)).result()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the branch as plain data: tokens and namespace. KV is not part of it: it comes back when it is needed."""

@@ -15,7 +15,7 @@ import torch
 from phloem.kernels.attention import AttentionSpec, make_backend
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.self_test import InvarianceReport, row_invariance_report
-from phloem.radix import BlockPool, Namespace, RadixCache
+from phloem.radix import BlockPool, Explanation, Namespace, RadixCache
 from phloem.runtime.branch import Branch, branch_from_dict
 from phloem.runtime.config import EngineConfig
 from phloem.runtime.engine_core import EngineCore, deadline
@@ -198,6 +198,17 @@ class Engine:
             PhloemError: A child failed; the others have been aborted and released.
         """
         return (child for _, child in expand(self._core, branches, n, params))
+
+    def explain(self, prompt: Prompt, *, namespace: Namespace | None = None) -> Explanation:
+        """Tell how much of a prompt would come from the cache, and why the rest would not. Runs and changes nothing.
+
+        `describe` of `phloem.runtime.explain` puts it into words.
+
+        Raises:
+            InvalidRequest: The prompt is empty, too long, or of a wrong type.
+        """
+        path = self._job(prompt, None, namespace, None).path
+        return self._core.call(lambda: self._core.paths.explain(path, reusable=len(path.tokens) - 1)).result()
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever phase it is; its completion says "abort". Unknown or finished ids are ignored."""

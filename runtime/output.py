@@ -148,6 +148,7 @@ class OutputStream:
             ),
             first_token_s=self._first_token_s,
             total_s=time.perf_counter() - self._submitted_s,
+            explanation=request.explanation,
             logprobs=None if request.params.logprobs is None else self._logprobs,
             prompt_logprobs=None if self._asked_from is None else self._prompt_logprobs,
             candidate_logprobs=self._candidate_logprobs,

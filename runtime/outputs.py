@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from phloem.radix import CacheStats
+from phloem.radix import CacheStats, Explanation
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -56,6 +56,9 @@ class Completion:
 
     total_s: float
     """From submission to the end, in seconds."""
+
+    explanation: Explanation | None = None
+    """What of the prompt was reused, and why the rest was not; None when the request never ran. See `phloem.runtime.explain.describe`."""
 
     logprobs: list[TokenLogprob] | None = None
     """Of `token_ids`; None when they were not asked for."""

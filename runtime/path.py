@@ -47,6 +47,9 @@ class Path:
     tail: SharedTail | None = None
     """Set while the tail block may have other readers."""
 
+    label: str | None = None
+    """The request that ran on it last: what `explain` names when another path leaves this one."""
+
     @property
     def is_resident(self) -> bool:
         """Whether it holds a lock or blocks."""

@@ -7,11 +7,12 @@ tokens, since its whole blocks stay in the tree until somebody needs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from phloem.radix import OutOfBlocks, RadixCache
+from phloem.radix import Explanation, Lease, Miss, MissReason, Namespace, OutOfBlocks, RadixCache
 from phloem.runtime.batch import RowCopy
+from phloem.runtime.explain import with_known
 from phloem.runtime.path import Path, SharedTail
 from phloem.runtime.tail_store import Place, Tail, TailStore
 
@@ -50,6 +51,28 @@ class PathCache:
             return 0
         with memoryview(path.tokens) as tokens:
             return self.cache.match(path.namespace, tokens[:reusable]).num_tokens
+
+    def explain(self, path: Path, *, reusable: int) -> Explanation:
+        """Tell how much of a path needs no computing, and why the rest does. Changes nothing.
+
+        Args:
+            path: What it holds itself counts as cached.
+            reusable: How many of its first tokens may come from the cache.
+        """
+        num_tokens = len(path.tokens)
+        if not self.prefix_cache:
+            return Explanation(num_tokens, 0, (Miss(0, num_tokens, MissReason.BYPASSED),))
+        found = self.cache.explain(path.namespace, path.tokens, limit=reusable)
+        return with_known(found, max(path.num_computed, self._reach(path)), limit=reusable)
+
+    def pin(self, path: Path, *, ttl: float, owner: str) -> Lease:
+        """Keep the whole blocks of a path from eviction for a time.
+
+        Raises:
+            NothingToPin: Not one whole block of it is cached.
+            PinRefused: The budget for pins does not hold it.
+        """
+        return self.cache.pin(path.namespace, path.tokens, ttl=ttl, owner=owner)
 
     # Active paths
 
@@ -102,7 +125,9 @@ class PathCache:
             return
         first, last = start // self.block_size, end // self.block_size
         assert path.ref is not None
-        done = self.cache.extend(path.ref, path.tokens[start:end], path.block_table[first:last])
+        done = self.cache.extend(
+            path.ref, path.tokens[start:end], path.block_table[first:last], label=path.label
+        )
         path.ref = done.node
         path.block_table[first:last] = done.blocks
         path.num_committed = end
@@ -186,15 +211,25 @@ class PathCache:
         kept = self.tails.find(self._place(path), rest)
         if kept is not None and kept[1] > rows:
             source, rows = kept[0].block, kept[1]
+            self.tails.touch(kept[0])
         path.num_computed = grip.num_tokens + rows
         return [] if source is None else [RowCopy(source, grip.new_blocks[0], rows)]
 
     def _place(self, path: Path) -> Place:
         """Where the path's tail begins."""
-        if path.num_committed == 0:
-            return path.namespace, None, 0
-        block = path.block_table[path.num_committed // self.block_size - 1]
-        return path.namespace, block, self.cache.pool.life(block)
+        return self._place_after(path.namespace, path.block_table[: path.num_committed // self.block_size])
+
+    def _place_after(self, namespace: Namespace, blocks: Sequence[int]) -> Place:
+        if not blocks:
+            return namespace, None, 0
+        return namespace, blocks[-1], self.cache.pool.life(blocks[-1])
+
+    def _reach(self, path: Path) -> int:
+        """How far the tree and a kept tail go together along a path."""
+        hit = self.cache.match(path.namespace, path.tokens)
+        rest = path.tokens[hit.num_tokens : hit.num_tokens + self.block_size]
+        kept = self.tails.find(self._place_after(path.namespace, hit.blocks), rest)
+        return hit.num_tokens + max(hit.tail_tokens, kept[1] if kept else 0)
 
     def _keep_tail(self, path: Path) -> None:
         rows = path.num_computed - path.num_committed

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from phloem.radix import Namespace
+from phloem.radix import Explanation, Namespace
 from phloem.runtime.path import Path
 from phloem.runtime.sampling_params import SamplingParams
 
@@ -67,6 +67,9 @@ class Request:
 
     cached_tokens: int | None = None
     """Prompt tokens that needed no computing when it was first admitted; None before. Hits after a preemption do not count."""
+
+    explanation: Explanation | None = None
+    """What of the prompt was cached when it was first considered for admission, and why the rest was not."""
 
     deadline_s: float | None = None
     """When it is given up, on `time.monotonic`'s clock. None: never."""

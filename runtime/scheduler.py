@@ -97,6 +97,7 @@ class Scheduler:
         With nothing running, the oldest waiting request starts or is refused: a step never leaves all of them waiting, except
         for one in which the only running request was preempted.
         """
+        self.paths.cache.expire()
         batch = Batch()
         budget = self.max_step_tokens
         preempted = self.preemptions
@@ -205,6 +206,8 @@ class Scheduler:
 
     def _admit(self, request: Request, batch: Batch) -> bool:
         """Lock the request's cached prefix and allocate the rest. False: it can't run now, or was refused for good."""
+        if request.explanation is None:
+            request.explanation = self.paths.explain(request.path, reusable=request.reusable)
         try:
             copies = self.paths.admit(
                 request.path, reusable=request.reusable, num_tokens=request.num_to_compute
@@ -218,6 +221,7 @@ class Scheduler:
                 )
             return False
         batch.copies += copies
+        request.path.label = request.id
         self.waiting.remove(request)
         request.phase = Phase.RUNNING
         _insert_by_arrival(self.running, request)

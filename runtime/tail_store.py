@@ -54,16 +54,17 @@ class TailStore:
         return [self.pop_oldest()] if len(self) > self.max_tails else []
 
     def find(self, place: Place, tokens: array[int]) -> tuple[Tail, int] | None:
-        """Return the tail that shares most leading tokens with `tokens`, and how many; None when none shares any."""
+        """Return the tail that shares most leading tokens with `tokens`, and how many; None when none shares any. Changes nothing."""
         best, most = None, 0
         for tail in self._by_place.get(place, ()):
             common = _common(tail.tokens, tokens)
             if common > most:
                 best, most = tail, common
-        if best is None:
-            return None
-        self._by_age.move_to_end(best)
-        return best, most
+        return None if best is None else (best, most)
+
+    def touch(self, tail: Tail) -> None:
+        """Count a tail as used now."""
+        self._by_age.move_to_end(tail)
 
     def pop_oldest(self) -> int:
         """Forget the tail that was used longest ago, and return its block."""

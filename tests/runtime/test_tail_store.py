@@ -45,7 +45,8 @@ def test_the_one_used_longest_ago_goes_first() -> None:
     store = TailStore(2)
     store.keep(tail(1, 1))
     store.keep(tail(2, 2))
-    find(store, 1)
+    used, _ = store.find(HERE, array("i", [1]))
+    store.touch(used)
     assert store.keep(tail(3, 3)) == [2]
     assert store.pop_oldest() == 1
     assert store.clear() == [3]
