@@ -48,7 +48,7 @@ dist: setup       ## The wheel and the sdist, under dist/
 check-dist: dist ## Install the wheel into an empty environment and start the command there
 	rm -rf dist/env && $(PYTHON) -m venv dist/env
 	dist/env/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
-	cd dist && env/bin/phloem --help > /dev/null && env/bin/python -c "import phloem.radix, phloem.runtime"
+	cd dist && env/bin/phloem --help > /dev/null && env/bin/python -c "from phloem.radix import RadixCache; from phloem.runtime import Engine"
 	@cd dist/env/lib/python3*/site-packages && for name in radix runtime kernels; do \
 	    if [ -e $$name ] || [ -e $$name.py ]; then echo "the wheel installs a top-level $$name"; exit 1; fi; done
 	@echo "the wheel works in an empty environment"
