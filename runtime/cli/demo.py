@@ -13,7 +13,6 @@ from rich.table import Table
 
 from phloem.runtime import Completion, Engine, SamplingParams
 
-SYSTEM = "You are a friendly teacher who answers in one or two short sentences."
 TURNS = ("What is the capital of France?", "Which river flows through it?", "Name one famous building there.")
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 QUESTION = SamplingParams(temperature=0, max_tokens=64, stop="###")
@@ -101,7 +100,7 @@ def _run_pass(
 
 
 def _chat(engine: Engine) -> list[Completion]:
-    messages = [{"role": "system", "content": SYSTEM}]
+    messages: list[dict[str, str]] = []
     completions = []
     for turn in TURNS:
         messages.append({"role": "user", "content": turn})
