@@ -11,11 +11,14 @@ NS = Namespace()
 
 @pytest.fixture
 def cache():
-    """[1, 2] and [1, 3] share a block; [1, 2] is locked."""
+    """[1, 2] and [1, 3] share a block; [1, 2] is locked; [1] is leased; [1, 4, 5] was evicted."""
     cache = RadixCache(BlockPool(8), 1)
+    cache.insert(NS, [1, 4, 5], cache.allocate(3))
+    cache.evict(3)
     cache.insert(NS, [1, 2], cache.allocate(2))
     cache.insert(NS, [1, 3], cache.allocate(2))
     cache.lock(cache.match(NS, [1, 2]).node)
+    cache.pin(NS, [1])
     cache.check()
     return cache
 
@@ -82,6 +85,58 @@ def break_node_count(cache):
 
 def break_root(cache):
     cache._tree.roots[Namespace(salt="x")] = cache._tree.roots.pop(NS)
+
+
+def break_pins(cache):
+    leaf(cache, [1]).pins -= 1
+
+
+def break_pin_refs(cache):
+    leaf(cache, [1, 3]).pin_refs += 1
+
+
+def break_pinned(cache):
+    cache._residency.pinned -= 1
+
+
+def break_lock_of_lease(cache):
+    cache._residency.unlock(leaf(cache, [1]))
+
+
+def break_book(cache):
+    cache._leases._order.clear()
+
+
+def break_lease(cache):
+    cache._leases.all()[0].num_tokens += 1
+
+
+def break_end_of_lease(cache):
+    cache._leases.all()[0].ended = "released"
+
+
+def break_budget(cache):
+    cache._leases.max_pinned_blocks = 0
+
+
+def break_namespace_of_lease(cache):
+    cache._leases.all()[0].namespace = Namespace(salt="x")
+
+
+def break_ghost_count(cache):
+    cache._ghost.num_blocks += 1
+
+
+def break_ghost_order(cache):
+    cache._ghost.order.discard(cache._ghost.order.first())
+
+
+def break_ghost_bound(cache):
+    cache._ghost.max_blocks = 1
+
+
+def break_ghost_edge(cache):
+    cache._ghost.order.first().edge[0] ^= 1
 
 
 BREAKS = [value for name, value in sorted(globals().items()) if name.startswith("break_")]

@@ -1,10 +1,11 @@
-"""An oracle for RadixCache: a dict with losses, that never loses what is locked.
+"""An oracle for RadixCache: a dict with losses, that never loses what is locked or leased.
 
 `NaiveCache` keeps a flat dictionary from (tree, prefix of whole blocks) to a record, and finds everything by scanning
 it. It has no nodes, hence no splits and no counters; it predicts which blocks exist, under which ids, and exactly which
-ones an eviction takes (for policies whose key is a property of a block: lru, lfu, priority).
+ones an eviction takes (for policies whose key is a property of a block: lru, lfu, priority). It also keeps whatever was
+ever cached since the last clear, with its labels, for naive_explain.py.
 
-`Mirror` does each operation on a real cache and on the oracle, and compares answers, errors and contents.
+cache_mirror.py does each operation on a real cache and on this one.
 """
 
 from __future__ import annotations
@@ -12,16 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from phloem.radix import (
-    BlockPool,
-    InvalidBlocks,
-    Namespace,
-    NodeRef,
-    NotLocked,
-    OutOfBlocks,
-    RadixCache,
-    StaleNode,
-)
+from phloem.radix import Namespace
 
 Tokens = tuple[int, ...]
 
@@ -50,11 +42,22 @@ class Spot:
     record: Record | None
 
 
+@dataclass(eq=False)
+class NaiveLease:
+    spot: Spot
+    ttl: float
+    due: float
+
+
 @dataclass
 class NaiveCache:
     num_blocks: int
     block_size: int
     policy: str
+    max_pinned: int
+    now: float = 0.0
+    leases: list[NaiveLease] = field(default_factory=list)
+    ever: dict[Namespace, dict[Tokens, set[str | None]]] = field(default_factory=dict)
     trees: dict[Namespace, int] = field(default_factory=dict)
     records: dict[tuple[int, Tokens], Record] = field(default_factory=dict)
     locks: list[Spot] = field(default_factory=list)
@@ -107,7 +110,28 @@ class NaiveCache:
         return best
 
     def is_locked(self, tree: int, prefix: Tokens) -> bool:
-        return any(spot.tree == tree and spot.prefix[: len(prefix)] == prefix for spot in self.locks)
+        spots = self.locks + [lease.spot for lease in self.leases]
+        return any(spot.tree == tree and spot.prefix[: len(prefix)] == prefix for spot in spots)
+
+    def pinned(self) -> set[tuple[int, Tokens]]:
+        return {
+            (lease.spot.tree, prefix) for lease in self.leases for prefix in self.prefixes(lease.spot.prefix)
+        }
+
+    def expire(self) -> int:
+        due = [lease for lease in self.leases if lease.due <= self.now]
+        self.leases = [lease for lease in self.leases if lease.due > self.now]
+        return len(due)
+
+    def use_leases(self, tree: int, prefix: Tokens, tail_block: int | None) -> None:
+        """Renews those whose whole path is in `prefix`, or is `prefix` and the block copied from."""
+        for lease in self.leases:
+            path, record = lease.spot.prefix, lease.spot.record
+            assert record is not None
+            whole = prefix[: len(path)] == path
+            copied = path[: -self.block_size] == prefix and record.block == tail_block
+            if lease.spot.tree == tree and (whole or copied):
+                lease.due = self.now + lease.ttl
 
     def unlocked(self) -> list[tuple[int, Tokens]]:
         return [key for key in self.records if not self.is_locked(*key)]
@@ -150,13 +174,25 @@ class NaiveCache:
             record.priority = max(record.priority, priority)
             record.hits += hits
 
-    def put(self, tree: int, tokens: Tokens, blocks: list[int], *, start: int, priority: int) -> list[int]:
+    def put(
+        self,
+        namespace: Namespace,
+        tree: int,
+        tokens: Tokens,
+        blocks: list[int],
+        *,
+        start: int,
+        priority: int,
+        label: str | None,
+    ) -> list[int]:
         """Commits `blocks` to the prefixes from number `start` on; returns the table of these prefixes."""
         table = []
+        ever = self.ever.setdefault(namespace, {}) if self.trees.get(namespace) == tree else {}
         for prefix, block in zip(self.prefixes(tokens)[start:], blocks, strict=True):
             record = self.records.get((tree, prefix))
             if record is None:
                 record = self.records[tree, prefix] = Record(block, self.clock, priority=priority)
+                ever.setdefault(prefix, set()).add(label)
             self.private.discard(block)
             table.append(record.block)
         return table
@@ -176,6 +212,8 @@ class NaiveCache:
         for name in list(self.trees):
             if namespace in (None, name):
                 del self.trees[name]
+        self.leases = [lease for lease in self.leases if namespace not in (None, lease.spot.namespace)]
+        self.ever = {name: paths for name, paths in self.ever.items() if namespace not in (None, name)}
         self.forget_idle()
 
     def forget_idle(self) -> None:
@@ -184,225 +222,3 @@ class NaiveCache:
                 del self.records[tree, prefix]
         used = {tree for tree, _ in self.records} | {spot.tree for spot in self.locks}
         self.trees = {name: tree for name, tree in self.trees.items() if tree in used}
-
-
-@dataclass
-class Branch:
-    """A holder of a lock and of private blocks, as a request is."""
-
-    ref: NodeRef
-    spot: Spot
-    private: list[int]
-    planned: Tokens = ()  # what it was admitted for and has not committed yet
-
-
-class Mirror:
-    """A real cache and the oracle, driven side by side."""
-
-    def __init__(self, num_blocks: int, block_size: int, policy: str) -> None:
-        self.real = RadixCache(BlockPool(num_blocks), block_size, policy=policy)
-        self.naive = NaiveCache(num_blocks, block_size, policy)
-        self.branches: list[Branch] = []
-        self.refs: list[tuple[NodeRef, Spot]] = []
-        self.locks: list[tuple[NodeRef, Spot]] = []
-
-    def match(self, namespace: Namespace, tokens: Tokens) -> None:
-        tree = self.naive.tree_of(namespace)
-        path = self.naive.path(tree, tokens)
-        hit = self.real.match(namespace, tokens)
-        assert hit.blocks == [record.block for record in path]
-        assert hit.num_tokens == len(path) * self.naive.block_size
-        rows, blocks = self.naive.tails(tree, tokens)
-        assert hit.tail_tokens == rows
-        assert hit.tail_block in (blocks or {None})
-        self.refs.append((hit.node, self.naive.spot(namespace, tree, tokens[: hit.num_tokens])))
-        del self.refs[:-8]
-
-    def insert(self, namespace: Namespace, tokens: Tokens, *, priority: int, adopt: bool) -> None:
-        count = len(tokens) // self.naive.block_size
-        own = self.allocate(count)
-        if own is None:
-            return
-        if adopt:  # as a caller does that had the first blocks from the tree
-            kept = self.real.match(namespace, tokens).blocks
-            self.free(own[: len(kept)])
-            own = kept + own[len(kept) :]
-        tree = self.naive.tree_of(namespace)
-        done = self.real.insert(namespace, tokens, own, priority=priority)
-        if count:
-            self.naive.trees[namespace] = tree
-        full = tokens[: count * self.naive.block_size]
-        table = self.naive.put(tree, full, own, start=0, priority=priority)
-        self.naive.touch(tree, full, priority=priority)
-        assert done.blocks == table
-        self.refs.append((done.node, self.naive.spot(namespace, tree, full)))
-
-    def insert_wrongly(self, namespace: Namespace, tokens: Tokens, blocks: list[int]) -> None:
-        """With blocks that are not the caller's: refused, whatever they are, unless the tree has just these."""
-        count = len(tokens) // self.naive.block_size
-        table = self.real.match(namespace, tokens).blocks
-        wrong = (blocks * count)[:count] + blocks[:1] * (count == 0)
-        if wrong == table or not set(wrong) - self.naive.private - set(table):
-            return
-        try:
-            self.real.insert(namespace, tokens, wrong)
-        except InvalidBlocks:
-            return
-        raise AssertionError(f"blocks {wrong} were accepted")
-
-    def lock(self, choice: int) -> None:
-        if not self.refs:
-            return
-        ref, spot = self.refs[choice % len(self.refs)]
-        try:
-            self.real.lock(ref)
-        except StaleNode:
-            assert self.naive.is_stale(spot)
-            return
-        assert not self.naive.is_stale(spot)
-        held = Spot(spot.namespace, spot.tree, spot.prefix, spot.record)
-        self.naive.lock(held)
-        self.locks.append((ref, held))
-
-    def unlock(self, choice: int) -> None:
-        if self.locks:
-            ref, spot = self.locks.pop(choice % len(self.locks))
-            self.real.unlock(ref)
-            self.naive.unlock(spot)
-
-    def unlock_wrongly(self, choice: int) -> None:
-        if not self.refs:
-            return
-        ref, spot = self.refs[choice % len(self.refs)]
-        if any(other.tree == spot.tree and other.prefix == spot.prefix for other in self.naive.locks):
-            return
-        try:
-            self.real.unlock(ref)
-        except NotLocked:
-            return
-        raise AssertionError("an unlocked node was unlocked")
-
-    def acquire(self, namespace: Namespace, tokens: Tokens, *, extra: int, priority: int) -> None:
-        num_blocks = len(tokens) // self.naive.block_size + extra
-        tree = self.naive.tree_of(namespace)
-        path = self.naive.path(tree, tokens)
-        needed = max(0, num_blocks - len(path))
-        rows, tails = self.naive.tails(tree, tokens)
-        try:
-            grip = self.real.acquire(namespace, tokens, num_blocks=num_blocks, priority=priority)
-        except OutOfBlocks:
-            assert self.naive.room(beside=path) < needed
-            return
-        assert self.naive.room(beside=path) >= needed
-        assert grip.blocks == [record.block for record in path]
-        assert grip.tail_tokens == rows
-        assert grip.tail_block in (tails or {None})
-        spot = self.naive.spot(namespace, tree, tokens[: grip.num_tokens])
-        self.naive.lock(spot)
-        self.naive.touch(tree, spot.prefix, priority=priority, hits=1)
-        self._evict_short(needed)
-        self.naive.take(grip.new_blocks)
-        assert len(grip.new_blocks) == needed
-        self.branches.append(Branch(grip.node, spot, grip.new_blocks, tokens[grip.num_tokens :]))
-
-    def acquire_twin(self, choice: int, *, extra: int) -> None:
-        """Admits what a branch that is under way has planned, once more and a little longer."""
-        if self.branches:
-            branch = self.branches[choice % len(self.branches)]
-            tokens = branch.spot.prefix + branch.planned
-            self.acquire(branch.spot.namespace, tokens, extra=extra, priority=0)
-
-    def extend(self, choice: int, tokens: Tokens, *, priority: int) -> None:
-        """Commits what the branch planned, then `tokens`, as far as it has private blocks for them."""
-        if not self.branches:
-            return
-        branch = self.branches[choice % len(self.branches)]
-        size = self.naive.block_size
-        tokens = branch.planned + tokens
-        count = min(len(branch.private), len(tokens) // size)
-        ragged = len(tokens) % size
-        own, branch.private = branch.private[:count], branch.private[count:]
-        spot = branch.spot
-        done = self.real.extend(branch.ref, tokens[: count * size + ragged], own, priority=priority)
-        full = spot.prefix + tokens[: count * size]
-        branch.planned = branch.planned[count * size :]
-        table = self.naive.put(spot.tree, full, own, start=len(spot.prefix) // size, priority=priority)
-        assert done.blocks == table
-        self.naive.locks.remove(spot)
-        branch.ref, branch.spot = done.node, self.naive.spot(spot.namespace, spot.tree, full)
-        self.naive.locks.append(branch.spot)
-
-    def fork(self, choice: int) -> None:
-        if self.branches:
-            branch = self.branches[choice % len(self.branches)]
-            self.real.lock(branch.ref)
-            spot = Spot(branch.spot.namespace, branch.spot.tree, branch.spot.prefix, branch.spot.record)
-            self.naive.lock(spot)
-            self.branches.append(Branch(branch.ref, spot, []))
-
-    def release(self, choice: int) -> None:
-        if self.branches:
-            branch = self.branches.pop(choice % len(self.branches))
-            self.real.unlock(branch.ref)
-            self.naive.unlock(branch.spot)
-            self.free(branch.private)
-
-    def allocate(self, count: int) -> list[int] | None:
-        try:
-            blocks = self.real.allocate(count)
-        except OutOfBlocks:
-            assert self.naive.room(beside=[]) < count
-            return None
-        self._evict_short(count)
-        self.naive.take(blocks)
-        assert len(blocks) == count
-        return blocks
-
-    def free(self, blocks: list[int]) -> None:
-        self.real.free(blocks)
-        self.naive.private -= set(blocks)
-
-    def allocate_and_free(self, count: int) -> None:
-        blocks = self.allocate(count)
-        if blocks is not None:
-            self.free(blocks)
-            if blocks:
-                try:
-                    self.real.free(blocks[:1])
-                except InvalidBlocks:
-                    return
-                raise AssertionError("a block was freed twice")
-
-    def evict(self, count: int) -> None:
-        assert self.real.evict(count) == self.naive.evict(count)
-
-    def clear(self, namespace: Namespace | None) -> None:
-        freed = self.real.clear(namespace).num_freed
-        before = len(self.naive.free)
-        self.naive.clear(namespace)
-        assert len(self.naive.free) - before == freed
-
-    def release_all(self) -> None:
-        """Idle afterwards: no lock, nothing private."""
-        while self.branches:
-            self.release(0)
-        while self.locks:
-            self.unlock(0)
-
-    def compare(self) -> None:
-        """Every invariant of the real cache, and equality of all that both hold."""
-        self.real.check()
-        stats, naive = self.real.stats(), self.naive
-        unlocked = len(naive.unlocked())
-        assert (stats.free, stats.private) == (len(naive.free), len(naive.private))
-        assert (stats.evictable, stats.locked) == (unlocked, len(naive.records) - unlocked)
-        assert (stats.locks, stats.namespaces) == (len(naive.locks), len(naive.trees))
-        for namespace, tree in naive.trees.items():
-            for owner, prefix in naive.records:
-                if owner == tree:
-                    path = [record.block for record in naive.path(tree, prefix)]
-                    assert self.real.match(namespace, prefix).blocks == path
-
-    def _evict_short(self, needed: int) -> None:
-        short = max(0, needed - len(self.naive.free))
-        assert self.naive.evict(short) == short
