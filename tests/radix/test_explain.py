@@ -247,6 +247,19 @@ def test_the_oldest_is_forgotten_first_and_only_what_is_too_much():
     assert [cache.explain(NS, [number, number]).tokens(EVICTED) for number in range(3)] == [1, 2, 2]
 
 
+def test_a_path_longer_than_the_ghost_is_remembered_from_where_it_fits():
+    cache = RadixCache(BlockPool(9), 1, ghost_tokens=5)
+    put(cache, [1, 1, 1])
+    cache.evict(3)
+    put(cache, [7] * 9)
+    cache.evict(4)
+    assert cache.explain(NS, [1, 1, 1]).tokens(EVICTED) == 3  # nothing made room for what cannot be held
+    assert cache.explain(NS, [7] * 9).tokens(EVICTED) == 0
+    cache.evict(5)
+    assert cache.explain(NS, [7] * 9).tokens(EVICTED) == 5
+    cache.check()
+
+
 def test_what_was_evicted_again_is_not_the_oldest():
     cache = RadixCache(BlockPool(1), 1, ghost_tokens=3)
     for number in (0, 1, 2, 0, 3):

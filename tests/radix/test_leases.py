@@ -383,7 +383,9 @@ def test_a_lost_lease_ends_all_the_same(cache, clock):
 
 def test_leases_released_early_leave_nothing_behind(cache):
     for _ in range(1_000):
-        cache.pin(NS, [1, 1], ttl=1e9).release()
+        lease = cache.pin(NS, [1, 1], ttl=1e9)
+        use(cache, [1, 1])
+        lease.release()
     assert len(cache._leases) == 0
     assert not cache._leases._used_at_s
 
