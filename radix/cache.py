@@ -87,9 +87,9 @@ class RadixCache:
             block_size: Tokens per block.
             policy: Which unlocked leaf is evicted first: ``lru``, ``lfu``, ``fifo``, ``priority``, or one's own.
             max_pinned_blocks: How many blocks all leases together may protect; with None, half of the pool.
-            ghost_tokens: How many tokens of evicted paths to remember for `explain`, at four bytes each and up to
-                as much again for nodes; 0 for none; with None, four times what the pool holds, up to
-                `MAX_DEFAULT_GHOST_TOKENS`.
+            ghost_tokens: How many tokens of evicted paths to remember for `explain`, at 4.5 bytes each and some 600
+                for a node, of which there is at most one for 128 tokens; 0 for none; with None, four times what the
+                pool holds, up to `MAX_DEFAULT_GHOST_TOKENS`.
             clock: What leases are timed by, in seconds; must never go back.
 
         Raises:
