@@ -305,7 +305,7 @@ class Branch:
                     f"index must be a whole number from 1 to the path's length of {len(path.tokens)}, not {index!r}",
                     field="index",
                 )
-            return self._core.paths.fork_many(path, size, n)
+            return [self._core.paths.fork(path, size) for _ in range(n)]
 
         return [Branch(self._core, path) for path in self._core.call(fork).result()]
 

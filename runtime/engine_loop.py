@@ -32,9 +32,6 @@ from phloem.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-PATH_SUFFIX = "/path"
-"""Ends the id of a request that computes a path for children."""
-
 Value = TypeVar("Value")
 Command = Callable[[], None]
 
@@ -336,7 +333,7 @@ class EngineLoop:
             on_end()
             return
         request = Request(
-            id=children[0].request_id + PATH_SUFFIX,
+            id=f"{children[0].request_id}/path",
             path=source,
             params=SamplingParams(),
             seed=0,
@@ -369,7 +366,7 @@ class EngineLoop:
         if any(path is source for _, path in self._unstarted.values()):
             return
         for request in list(self.scheduler.requests_on(source)):
-            if request.id.endswith(PATH_SUFFIX):
+            if not request.samples:
                 self._abort(request.id)
 
     def _close(self) -> None:

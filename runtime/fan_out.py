@@ -71,17 +71,20 @@ class FanOut:
 
     def put(self, item: Item) -> None:
         """Take the end of the computation: start the children, or pass the error on to all of them."""
+        # Those that were aborted meanwhile have had their end.
+        waiting = [child for child in self._children if child.request is None]
         if isinstance(item, Exception):
-            for child in (child for child in self._children if child.request is None):
-                child.sink.put(item)
+            _fail(waiting, item)
         elif item.completion is not None and item.completion.finish_reason == "abort":
-            for child in (child for child in self._children if child.request is None):
-                child.sink.put(BranchReleased("the branch was released before its children could start"))
+            _fail(waiting, BranchReleased("the branch was released before its children could start"))
         elif item.completion is not None:
-            waiting = [child for child in self._children if child.request is None]
-            for child in waiting:
-                request = self._start(child)
-                # What the path itself had to compute is counted once, with the first child.
-                if child is waiting[0]:
-                    request.cached_tokens = item.completion.usage.cached_tokens
+            requests = [self._start(child) for child in waiting]
+            # What the path itself had to compute is counted once, with the first child.
+            for request in requests[:1]:
+                request.cached_tokens = item.completion.usage.cached_tokens
         self._on_end()
+
+
+def _fail(children: Sequence[Child], error: Exception) -> None:
+    for child in children:
+        child.sink.put(error)

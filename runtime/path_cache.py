@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from phloem.radix import Explanation, Lease, Miss, MissReason, Namespace, OutOfBlocks, RadixCache
+from phloem.radix import Explanation, Lease, Miss, MissReason, Namespace, OutOfBlocks, PrefixMatch, RadixCache
 from phloem.runtime.batch import RowCopy
 from phloem.runtime.explain import with_known
 from phloem.runtime.path import Path, SharedTail
@@ -49,8 +49,7 @@ class PathCache:
         """How many whole-block tokens of a path's first `reusable` ones the tree has. Changes nothing."""
         if not self.prefix_cache:
             return 0
-        with memoryview(path.tokens) as tokens:
-            return self.cache.match(path.namespace, tokens[:reusable]).num_tokens
+        return self._match(path, reusable).num_tokens
 
     def explain(self, path: Path, *, reusable: int) -> Explanation:
         """Tell how much of a path needs no computing, and why the rest does. Changes nothing.
@@ -178,22 +177,21 @@ class PathCache:
             self._idle[child] = None
         return child
 
-    def fork_many(self, path: Path, num_tokens: int, count: int) -> list[Path]:
-        """Return several forks: see `fork`."""
-        return [self.fork(path, num_tokens) for _ in range(count)]
-
     # Parts of the above
 
     def _is_best_as_it_is(self, path: Path, reusable: int) -> bool:
         if path.num_computed > reusable:
-            return (
-                False  # tokens whose logits are wanted are in whole blocks, which must not be written again
-            )
+            # Tokens whose logits are wanted are in whole blocks, which must not be written again.
+            return False
         if not self.prefix_cache:
             return True
-        with memoryview(path.tokens) as tokens:
-            hit = self.cache.match(path.namespace, tokens[:reusable])
+        hit = self._match(path, reusable)
         return hit.num_tokens + hit.tail_tokens <= path.num_computed
+
+    def _match(self, path: Path, num_tokens: int) -> PrefixMatch:
+        """Match the first tokens of a path. Changes nothing."""
+        with memoryview(path.tokens) as tokens:
+            return self.cache.match(path.namespace, tokens[:num_tokens])
 
     def _acquire(self, path: Path, reusable: int, num_tokens: int) -> list[RowCopy]:
         num_blocks = self.blocks_for(num_tokens)
@@ -226,7 +224,7 @@ class PathCache:
 
     def _reach(self, path: Path) -> int:
         """How far the tree and a kept tail go together along a path."""
-        hit = self.cache.match(path.namespace, path.tokens)
+        hit = self._match(path, len(path.tokens))
         rest = path.tokens[hit.num_tokens : hit.num_tokens + self.block_size]
         kept = self.tails.find(self._place_after(path.namespace, hit.blocks), rest)
         return hit.num_tokens + max(hit.tail_tokens, kept[1] if kept else 0)
@@ -278,8 +276,7 @@ class PathCache:
 
     def _lock_prefix(self, child: Path, num_tokens: int) -> None:
         """Lock so many whole-block tokens, which the parent's lock keeps in the tree (unless that tree was cleared)."""
-        with memoryview(child.tokens) as tokens:
-            hit = self.cache.match(child.namespace, tokens[:num_tokens])
+        hit = self._match(child, num_tokens)
         if hit.num_tokens == 0:
             return
         self.cache.lock(hit.node)

@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from phloem.radix import OutOfBlocks
+from phloem.radix.packing import TOKEN_BYTES
 from phloem.runtime.batch import Batch, Refusal, Row
 from phloem.runtime.errors import CacheFull, QueueFull
 from phloem.runtime.path import Path
 from phloem.runtime.path_cache import PathCache
 from phloem.runtime.request import Hold, Phase, Request
-
-TOKEN_BYTES = 4
 
 WINDOW = 64
 """How many of the oldest waiting requests are compared when one is admitted."""

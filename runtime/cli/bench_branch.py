@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -16,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from phloem.runtime import Engine, SamplingParams
+from phloem.runtime.cli.bench_common import random_ids, verdict, write_json
 
 FORK_LEN, NUM_FORKS = 4096, 1000
 SCORE_LEN, NUM_SCORED, SCORED_LEN = 2048, 32, 4
@@ -54,8 +54,7 @@ def run_bench_branch(model: str, console: Console, *, rounds: int, json_path: Pa
         task = progress.add_task("Measuring", total=rounds + 1)
         result = _measure(engine, rounds, lambda: progress.advance(task))
     console.print(_table(result))
-    if json_path is not None:
-        json_path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    write_json(json_path, asdict(result))
 
 
 def _measure(engine: Engine, rounds: int, advance: Callable[[], None]) -> BranchResult:
@@ -85,7 +84,7 @@ def _measure(engine: Engine, rounds: int, advance: Callable[[], None]) -> Branch
 
 
 def _fork(engine: Engine, draw: random.Random) -> tuple[float, int]:
-    with engine.branch(_ids(engine, draw, min(FORK_LEN, engine.max_model_len - 1))) as root:
+    with engine.branch(random_ids(engine, draw, min(FORK_LEN, engine.max_model_len - 1))) as root:
         root.next_token_logprobs(top=1)
         before = engine.stats().cache.private
         started = time.perf_counter()
@@ -98,9 +97,9 @@ def _fork(engine: Engine, draw: random.Random) -> tuple[float, int]:
 
 
 def _score(engine: Engine, draw: random.Random) -> float:
-    with engine.branch(_ids(engine, draw, min(SCORE_LEN, engine.max_model_len - SCORED_LEN))) as root:
+    with engine.branch(random_ids(engine, draw, min(SCORE_LEN, engine.max_model_len - SCORED_LEN))) as root:
         root.next_token_logprobs(top=1)
-        continuations = [_ids(engine, draw, SCORED_LEN) for _ in range(NUM_SCORED)]
+        continuations = [random_ids(engine, draw, SCORED_LEN) for _ in range(NUM_SCORED)]
         started = time.perf_counter()
         root.score(continuations)
         return time.perf_counter() - started
@@ -109,7 +108,7 @@ def _score(engine: Engine, draw: random.Random) -> float:
 def _decode(engine: Engine, draw: random.Random, count: int, length: int) -> tuple[float, float]:
     """Return seconds of a decode step of `count` children of one branch, and of the scheduler's part in it."""
     params = SamplingParams(max_tokens=DECODE_LEN, temperature=0, ignore_eos=True)
-    with engine.branch(_ids(engine, draw, min(length, engine.max_model_len - DECODE_LEN))) as root:
+    with engine.branch(random_ids(engine, draw, min(length, engine.max_model_len - DECODE_LEN))) as root:
         root.next_token_logprobs(top=1)
         before = engine.stats()
         started = time.perf_counter()
@@ -122,10 +121,6 @@ def _decode(engine: Engine, draw: random.Random, count: int, length: int) -> tup
     return seconds / steps, (after.scheduler_s - before.scheduler_s) / steps
 
 
-def _ids(engine: Engine, draw: random.Random, length: int) -> list[int]:
-    return [draw.randrange(engine.tokenizer.vocab_size) for _ in range(length)]
-
-
 def _table(result: BranchResult) -> Table:
     table = Table(title=f"Branches: medians of {result.rounds} rounds", title_justify="left")
     table.add_column("what")
@@ -133,7 +128,7 @@ def _table(result: BranchResult) -> Table:
     table.add_column("aim", justify="right", no_wrap=True)
 
     def row(what: str, measured: str, aim: str, *, met: bool) -> None:
-        table.add_row(what, measured, f"{aim} {'[green]ok' if met else '[red]missed'}")
+        table.add_row(what, measured, verdict(aim, met=met))
 
     row(
         f"{NUM_FORKS:,} forks of a branch of {FORK_LEN:,} tokens",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from phloem.radix.bench import Row, as_json, run
+from phloem.runtime.cli.bench_common import verdict, write_json
 
 
 def run_bench_radix(console: Console, *, quick: bool, json_path: Path | None) -> None:
@@ -16,8 +16,7 @@ def run_bench_radix(console: Console, *, quick: bool, json_path: Path | None) ->
     with console.status("Measuring") as status:
         rows = run(quick=quick, progress=lambda message: status.update(f"Measuring: {message}"))
     console.print(_table(rows))
-    if json_path is not None:
-        json_path.write_text(json.dumps(as_json(rows), indent=2) + "\n", encoding="utf-8")
+    write_json(json_path, as_json(rows))
 
 
 def _table(rows: list[Row]) -> Table:
@@ -31,6 +30,6 @@ def _table(rows: list[Row]) -> Table:
         if row.group != group:
             group = row.group
             table.add_row(f"[bold]{group}[/]")
-        aim = "" if row.target is None else f"{row.target:,.1f} {'[green]ok' if row.met else '[red]missed'}"
+        aim = "" if row.target is None else verdict(f"{row.target:,.1f}", met=row.met)
         table.add_row(f"  {row.name}", f"{row.value:,.1f} {row.unit}", aim, row.note)
     return table

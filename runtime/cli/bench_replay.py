@@ -14,6 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from phloem.radix import BlockPool, Namespace, RadixCache
+from phloem.runtime.cli.bench_common import verdict, write_json
 from phloem.runtime.models.resolve import resolve_model
 from phloem.runtime.path import Path as TokenPath
 from phloem.runtime.path_cache import PathCache
@@ -57,17 +58,15 @@ def run_bench_replay(
     table = Table(title=f"A tree search replayed, blocks of {block_size} tokens", title_justify="left")
     for heading in ("requests", "prompt tokens", "reused", "aim", "scheduler, µs per request"):
         table.add_column(heading, justify="right")
-    met = "[green]ok" if result.reused >= 0.99 else "[red]missed"
     table.add_row(
         f"{result.requests:,}",
         f"{result.prompt_tokens:,}",
         f"{result.reused:.2%}",
-        f"99.0 % {met}",
+        verdict("99.0 %", met=result.reused >= 0.99),
         f"{result.seconds / result.requests * 1e6:,.0f}",
     )
     console.print(table)
-    if json_path is not None:
-        json_path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    write_json(json_path, asdict(result))
 
 
 def visits_of(log: list[dict[str, object]], prompts: dict[str, str]) -> Iterator[Visit]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -15,6 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from phloem.runtime import Engine, SamplingParams
+from phloem.runtime.cli.bench_common import random_ids, write_json
 
 PROMPT_LEN = 2048
 NUM_UNSHARED = 8
@@ -51,8 +51,7 @@ def run_bench_reuse(model: str, console: Console, *, rounds: int, json_path: Pat
     with warm, cold:
         result = _measure(warm, cold, rounds, console)
     console.print(_table(result))
-    if json_path is not None:
-        json_path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    write_json(json_path, asdict(result))
 
 
 def _measure(warm: Engine, cold: Engine, rounds: int, console: Console) -> ReuseResult:
@@ -63,9 +62,9 @@ def _measure(warm: Engine, cold: Engine, rounds: int, console: Console) -> Reuse
     first, second, on, off, cached = [], [], [], [], 0
     # One round more: the first one warms up and is not counted.
     for number in track(range(rounds + 1), "Measuring", console=console, transient=True):
-        prompt = _random_ids(warm, draw, length)
+        prompt = random_ids(warm, draw, length)
         one, two = (warm.generate(prompt, once)[0] for _ in range(2))
-        unshared = [_random_ids(warm, draw, UNSHARED_LEN) for _ in range(NUM_UNSHARED)]
+        unshared = [random_ids(warm, draw, UNSHARED_LEN) for _ in range(NUM_UNSHARED)]
         engines = [warm, cold] if number % 2 else [cold, warm]
         seconds = {engine.config.prefix_cache: _total_s(engine, unshared, several) for engine in engines}
         if number > 0:
@@ -85,10 +84,6 @@ def _measure(warm: Engine, cold: Engine, rounds: int, console: Console) -> Reuse
         unshared_off_s=statistics.median(off),
         on_to_off=statistics.median(a / b for a, b in zip(on, off, strict=True)),
     )
-
-
-def _random_ids(engine: Engine, draw: random.Random, length: int) -> list[int]:
-    return [draw.randrange(engine.tokenizer.vocab_size) for _ in range(length)]
 
 
 def _total_s(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> float:
