@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from phloem.kernels.shared_prefix import SharedGroup, find_groups
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -45,16 +47,6 @@ class PlanRow:
     """Tokens that this step computes."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedGroup:
-    """Rows that run through one locked ancestor, and so share their first blocks."""
-
-    rows: tuple[int, ...]
-    """Row indices, ascending, two or more."""
-    num_shared_blocks: int
-    """Blocks, counted from the first, that are the same in all rows; all of their tokens precede every query."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
     """The CSR arrays of one step. Made once per step, read by every layer."""
@@ -73,6 +65,7 @@ class AttentionPlan:
     """int64 `[num_tokens]`: block id * block_size + offset, where the token's KV is written."""
     block_size: int
     groups: tuple[SharedGroup, ...] = ()
+    """Rows that share their first blocks; a backend may attend to those once for all of them."""
 
     @property
     def num_rows(self) -> int:
@@ -93,10 +86,8 @@ class AttentionPlan:
         ).int()
 
     @classmethod
-    def from_rows(
-        cls, rows: Sequence[PlanRow], *, block_size: int, groups: tuple[SharedGroup, ...] = ()
-    ) -> "AttentionPlan":
-        """Lay the rows out as arrays. O(tokens + blocks), without Python per token.
+    def from_rows(cls, rows: Sequence[PlanRow], *, block_size: int) -> "AttentionPlan":
+        """Lay the rows out as arrays, and find who shares what. O(tokens + blocks), without Python per token.
 
         Raises:
             PlanError: a negative start or count, or a block table that is too short for its row.
@@ -122,7 +113,7 @@ class AttentionPlan:
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(slots),
             block_size=block_size,
-            groups=groups,
+            groups=find_groups(kv_indptr, kv_indices, np.where(counts > 0, starts // block_size, 0)),
         )
 
     def check(self, num_blocks: int) -> None:
