@@ -194,16 +194,19 @@ class AttentionPlan:
         rows, shared = group.rows, group.num_shared_blocks
         if len(rows) < 2 or list(rows) != sorted(set(rows)) or rows[0] < 0 or rows[-1] >= self.num_rows:
             raise PlanError(f"group rows {rows} must be two or more of {self.num_rows} rows, ascending")
-        indptr, indices = self.kv_indptr.tolist(), self.kv_indices.numpy()
-        starts = self.kv_lens - (self.qo_indptr[1:] - self.qo_indptr[:-1])
-        first = indices[indptr[rows[0]] : indptr[rows[0]] + shared]
-        for row in rows:
-            if not 0 < shared * self.block_size <= int(starts[row]):
-                raise PlanError(
-                    f"row {row} starts at {int(starts[row])}; it can't share {shared} blocks as past KV"
-                )
-            if not np.array_equal(indices[indptr[row] : indptr[row] + shared], first):
-                raise PlanError(f"rows {rows[0]} and {row} differ within their {shared} shared blocks")
+        chosen = np.array(rows)
+        starts = (self.kv_lens - (self.qo_indptr[1:] - self.qo_indptr[:-1])).numpy()[chosen]
+        if shared < 1 or starts.min() < shared * self.block_size:
+            row = int(starts.argmin())
+            raise PlanError(
+                f"row {rows[row]} starts at {starts[row]}; it can't share {shared} blocks as past KV"
+            )
+        places = self.kv_indptr.numpy()[chosen].reshape(-1, 1) + np.arange(shared)
+        blocks = self.kv_indices.numpy()[places]
+        differs = (blocks != blocks[0]).any(1)
+        if differs.any():
+            other = rows[int(differs.argmax())]
+            raise PlanError(f"rows {rows[0]} and {other} differ within their {shared} shared blocks")
 
 
 def _check_rows(rows: Sequence[PlanRow], starts: IntArray, counts: IntArray, num_blocks: IntArray) -> None:

@@ -13,6 +13,7 @@ Blocks that a row still writes to are its own and never shared. Knows no tree.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,7 @@ def find_groups(
     keys = [table.tobytes() for table in tables]
     # Any order in which tables with a common beginning stand together will do.
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    common = [_num_common(tables[a], tables[b]) for a, b in zip(order, order[1:], strict=False)]
+    common = [_num_common(tables[a], tables[b]) for a, b in pairwise(order)]
     return tuple(sorted(_nest(order, common), key=lambda group: (-len(group.rows), group.num_shared_blocks)))
 
 
