@@ -68,7 +68,7 @@ class RadixCache:
     (3, 8)
     """
 
-    __slots__ = ("_counters", "_ghost", "_leases", "_residency", "_tree", "pool")
+    __slots__ = ("_counters", "_ghost", "_leases", "_residency", "_tree", "_version", "pool")
 
     def __init__(
         self,
@@ -114,6 +114,12 @@ class RadixCache:
         self._residency = Residency(self._tree, pool, order, self._ghost)
         self._leases = LeaseBook(self._residency, max_pinned_blocks=max_pinned_blocks, clock=clock)
         self._counters = Counters()
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Moves whenever what is cached does: until then, `match` finds for a path what it found before. O(1)."""
+        return self._version
 
     @property
     def block_size(self) -> int:
@@ -362,6 +368,7 @@ class RadixCache:
         self.pool.require(duplicates + own[kept:], Owner.PRIVATE)
         if own:
             self._tree.enter(root)
+        self._version += kept < len(own)
         node = self._residency.graft(place, query, own[kept:], priority=priority, label=label, own_locks=0)
         self._residency.touch(node, priority=priority)
         self._discard_duplicates(duplicates)
@@ -406,6 +413,7 @@ class RadixCache:
         self.pool.require(own, Owner.PRIVATE)
         place = self._tree.walk(start, query)
         kept = len(place.blocks)
+        self._version += kept < len(own)
         own_locks = 1 if place.node is start else 0
         node = self._residency.graft(
             place, query, own[kept:], priority=priority, label=label, own_locks=own_locks
@@ -424,6 +432,7 @@ class RadixCache:
             raise ValueError(f"cannot evict {count} blocks")
         evicted = self._residency.evict(count)
         self._counters.evictions += evicted
+        self._version += evicted > 0
         return evicted
 
     def clear(self, namespace: Namespace | None = None) -> ClearResult:
@@ -442,6 +451,7 @@ class RadixCache:
         else:
             raise InvalidNamespace(f"expected a Namespace or None, not {type(namespace).__name__}")
         before = self.pool.num_free
+        self._version += 1
         self._leases.end_all(namespace)
         self._ghost.clear(namespace)
         locked = sum(self._residency.clear(root) for root in roots)

@@ -28,6 +28,22 @@ class SharedTail:
     num_sharers: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """How much of a path the tree had, when the cache was at `version` and the path had `path_len` tokens."""
+
+    version: int
+    path_len: int
+    num_tokens: int
+    """In whole blocks."""
+
+    tail_tokens: int
+    """Beyond these, in part of one more block."""
+
+    last_block: int | None
+    """The last of the whole blocks; None when there is none."""
+
+
 @dataclass(slots=True, eq=False)
 class Path:
     """Tokens, and the KV held for them. `PathCache` alone changes it, but for `tokens`, which its user appends to."""
@@ -49,6 +65,9 @@ class Path:
 
     label: str | None = None
     """The request that ran on it last: what `explain` names when another path leaves this one."""
+
+    sighting: Sighting | None = None
+    """The last look into the tree, so that nobody looks again while nothing has changed."""
 
     @property
     def is_resident(self) -> bool:

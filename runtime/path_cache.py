@@ -7,13 +7,13 @@ tokens, since its whole blocks stay in the tree until somebody needs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
-from phloem.radix import Explanation, Lease, Miss, MissReason, Namespace, OutOfBlocks, PrefixMatch, RadixCache
+from phloem.radix import Explanation, Lease, Miss, MissReason, Namespace, OutOfBlocks, RadixCache
 from phloem.runtime.batch import RowCopy
 from phloem.runtime.explain import with_known
-from phloem.runtime.path import Path, SharedTail
+from phloem.runtime.path import Path, SharedTail, Sighting
 from phloem.runtime.tail_store import Place, Tail, TailStore
 
 TAIL_SHARE = 16
@@ -49,7 +49,7 @@ class PathCache:
         """How many whole-block tokens of a path's first `reusable` ones the tree has. Changes nothing."""
         if not self.prefix_cache:
             return 0
-        return self._match(path, reusable).num_tokens
+        return min(self._seen(path).num_tokens, reusable - reusable % self.block_size)
 
     def explain(self, path: Path, *, reusable: int) -> Explanation:
         """Tell how much of a path needs no computing, and why the rest does. Changes nothing.
@@ -111,6 +111,8 @@ class PathCache:
         Raises:
             OutOfBlocks: Too few blocks, even after every idle path was suspended.
         """
+        if path.tail is None and self.blocks_for(num_tokens) <= len(path.block_table):
+            return []  # as for most tokens that are decoded
         return self._suspending_idle(lambda: self._grow(path, num_tokens))
 
     def commit(self, path: Path, num_computed: int) -> None:
@@ -185,13 +187,18 @@ class PathCache:
             return False
         if not self.prefix_cache:
             return True
-        hit = self._match(path, reusable)
-        return hit.num_tokens + hit.tail_tokens <= path.num_computed
+        seen = self._seen(path)
+        return min(seen.num_tokens + seen.tail_tokens, reusable) <= path.num_computed
 
-    def _match(self, path: Path, num_tokens: int) -> PrefixMatch:
-        """Match the first tokens of a path. Changes nothing."""
-        with memoryview(path.tokens) as tokens:
-            return self.cache.match(path.namespace, tokens[:num_tokens])
+    def _seen(self, path: Path) -> Sighting:
+        """Look how much of a path the tree has; a memory compare, unless neither path nor cache have changed since the last time."""
+        seen, version, path_len = path.sighting, self.cache.version, len(path.tokens)
+        if seen is None or seen.version != version or seen.path_len != path_len:
+            hit = self.cache.match(path.namespace, path.tokens)
+            last_block = hit.blocks[-1] if hit.blocks else None
+            seen = Sighting(version, path_len, hit.num_tokens, hit.tail_tokens, last_block)
+            path.sighting = seen
+        return seen
 
     def _acquire(self, path: Path, reusable: int, num_tokens: int) -> list[RowCopy]:
         num_blocks = self.blocks_for(num_tokens)
@@ -215,19 +222,18 @@ class PathCache:
 
     def _place(self, path: Path) -> Place:
         """Where the path's tail begins."""
-        return self._place_after(path.namespace, path.block_table[: path.num_committed // self.block_size])
+        whole = path.num_committed // self.block_size
+        return self._place_after(path.namespace, path.block_table[whole - 1] if whole else None)
 
-    def _place_after(self, namespace: Namespace, blocks: Sequence[int]) -> Place:
-        if not blocks:
-            return namespace, None, 0
-        return namespace, blocks[-1], self.cache.pool.life(blocks[-1])
+    def _place_after(self, namespace: Namespace, block: int | None) -> Place:
+        return namespace, block, 0 if block is None else self.cache.pool.life(block)
 
     def _reach(self, path: Path) -> int:
         """How far the tree and a kept tail go together along a path."""
-        hit = self._match(path, len(path.tokens))
-        rest = path.tokens[hit.num_tokens : hit.num_tokens + self.block_size]
-        kept = self.tails.find(self._place_after(path.namespace, hit.blocks), rest)
-        return hit.num_tokens + max(hit.tail_tokens, kept[1] if kept else 0)
+        seen = self._seen(path)
+        rest = path.tokens[seen.num_tokens : seen.num_tokens + self.block_size]
+        kept = self.tails.find(self._place_after(path.namespace, seen.last_block), rest)
+        return seen.num_tokens + max(seen.tail_tokens, kept[1] if kept else 0)
 
     def _keep_tail(self, path: Path) -> None:
         rows = path.num_computed - path.num_committed
@@ -276,7 +282,7 @@ class PathCache:
 
     def _lock_prefix(self, child: Path, num_tokens: int) -> None:
         """Lock so many whole-block tokens, which the parent's lock keeps in the tree (unless that tree was cleared)."""
-        hit = self._match(child, num_tokens)
+        hit = self.cache.match(child.namespace, child.tokens[:num_tokens])
         if hit.num_tokens == 0:
             return
         self.cache.lock(hit.node)

@@ -58,6 +58,9 @@ class Request:
     """Whether the path stays resident (idle) after the end, for the branch that it belongs to."""
 
     num_prompt_tokens: int = field(init=False)
+    samples: bool = field(init=False)
+    """Whether it generates tokens."""
+
     packed_prompt: bytes = field(init=False)
     """The prompt as int32 bytes: what a prefix comparison reads."""
 
@@ -82,6 +85,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.path.tokens)
+        self.samples = self.max_len > self.num_prompt_tokens
         self.packed_prompt = self.path.tokens.tobytes()
 
     @property
@@ -95,14 +99,9 @@ class Request:
         return self.path.namespace
 
     @property
-    def samples(self) -> bool:
-        """Whether it generates tokens."""
-        return self.max_len > self.num_prompt_tokens
-
-    @property
     def num_to_compute(self) -> int:
         """How many of the known tokens will be computed: all, but for the last one when nothing follows it."""
-        return len(self.path.tokens) if self.samples else len(self.path.tokens) - 1
+        return len(self.path.tokens) - (not self.samples)
 
     @property
     def num_pending(self) -> int:

@@ -167,7 +167,7 @@ class Scheduler:
     # Admission
 
     def _admit_waiting(self, batch: Batch, budget: int) -> None:
-        while budget > 0 and len(self.running) < self.max_running:
+        while self.waiting and budget > 0 and len(self.running) < self.max_running:
             request = self._next_waiting()
             # When it waits for memory, nobody overtakes it: those behind it have less in the cache, or came later.
             if request is None or not self._admit(request, batch):
@@ -193,7 +193,8 @@ class Scheduler:
         if not self.paths.prefix_cache or oldest.passes >= MAX_PASSES:
             return oldest
         rivals = [request for request in window if request.namespace == oldest.namespace]
-        chosen = max(rivals, key=self._cached_tokens)  # the oldest of equals
+        # The oldest of equals.
+        chosen = max(rivals, key=self._cached_tokens) if len(rivals) > 1 else oldest
         for request in rivals[: rivals.index(chosen)]:
             request.passes += 1
         return chosen

@@ -9,11 +9,13 @@ Tails are the first thing to go when memory is short, the one used longest ago f
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from phloem.radix import Namespace
+from phloem.radix.packing import common_tokens
 
 Place: TypeAlias = "tuple[Namespace, int | None, int]"
 """Where a tail continues: the namespace, the last whole block of the path (None at its beginning), and that block's life."""
@@ -34,15 +36,16 @@ class TailStore:
     def __init__(self, max_tails: int) -> None:
         self.max_tails = max_tails
         self._by_place: dict[Place, list[Tail]] = {}
+        """At each place in the order of their packed tokens, so that those which begin alike are neighbours. None begins
+        with another."""
         self._by_age: OrderedDict[Tail, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_age)
 
     def keep(self, tail: Tail) -> list[int]:
-        """File a tail. Return blocks that are not needed for it: of tails that it makes superfluous, or its own. O(tails at the place)."""
-        for other in list(self._by_place.get(tail.place, ())):
-            common = _common(other.tokens, tail.tokens)
+        """File a tail. Return blocks that are not needed for it: of a tail that it makes superfluous, or its own. O(log tails)."""
+        for other, common in self._neighbours(tail.place, tail.tokens):
             if common == len(tail.tokens):
                 self._by_age.move_to_end(other)
                 return [tail.block]
@@ -54,13 +57,12 @@ class TailStore:
         return [self.pop_oldest()] if len(self) > self.max_tails else []
 
     def find(self, place: Place, tokens: array[int]) -> tuple[Tail, int] | None:
-        """Return the tail that shares most leading tokens with `tokens`, and how many; None when none shares any. Changes nothing."""
-        best, most = None, 0
-        for tail in self._by_place.get(place, ()):
-            common = _common(tail.tokens, tokens)
-            if common > most:
-                best, most = tail, common
-        return None if best is None else (best, most)
+        """Return the tail that shares most leading tokens with `tokens`, and how many; None when none shares any. Changes nothing.
+
+        O(log tails).
+        """
+        found = max(self._neighbours(place, tokens), key=lambda neighbour: neighbour[1], default=None)
+        return found if found is not None and found[1] else None
 
     def touch(self, tail: Tail) -> None:
         """Count a tail as used now."""
@@ -81,21 +83,25 @@ class TailStore:
 
     def _add(self, tail: Tail) -> None:
         self._by_age[tail] = None
-        self._by_place.setdefault(tail.place, []).append(tail)
+        insort(self._by_place.setdefault(tail.place, []), tail, key=_packed)
 
     def _remove(self, tail: Tail) -> None:
         del self._by_age[tail]
         siblings = self._by_place[tail.place]
-        siblings.remove(tail)
+        del siblings[bisect_left(siblings, _packed(tail), key=_packed)]
         if not siblings:
             del self._by_place[tail.place]
 
+    def _neighbours(self, place: Place, tokens: array[int]) -> list[tuple[Tail, int]]:
+        """The one or two tails between which `tokens` would be sorted in, and how many leading tokens they share."""
+        tails = self._by_place.get(place)
+        if tails is None:
+            return []
+        packed = tokens.tobytes()
+        index = bisect_left(tails, packed, key=_packed)
+        near = tails[max(index - 1, 0) : index + 1]
+        return [(tail, common_tokens(_packed(tail), packed)) for tail in near]
 
-def _common(first: array[int], second: array[int]) -> int:
-    """Length of the common beginning; both are shorter than a block."""
-    count = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+
+def _packed(tail: Tail) -> bytes:
+    return tail.tokens.tobytes()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import random
 from array import array
 
 import numpy as np
@@ -302,3 +304,35 @@ def test_a_namespace_and_stats_are_plain_values():
     stats = make().stats()
     assert stats.free + stats.evictable + stats.locked + stats.private == stats.num_blocks
     assert stats.pinned == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_while_the_version_stands_every_match_finds_what_it_found(seed):
+    draw = random.Random(seed)
+    cache = make(num_blocks=draw.randrange(1, 6), block_size=2)
+    paths = [list(path) for length in (2, 4, 5) for path in itertools.product((0, 1), repeat=length)]
+    locks, stood = [], 0
+
+    def found():
+        hits = [cache.match(NS, path) for path in paths]
+        return [(hit.blocks, hit.tail_tokens, hit.tail_block) for hit in hits]
+
+    for _ in range(200):
+        before, version = found(), cache.version
+        path, action = draw.choice(paths), draw.randrange(5)
+        if action == 0 and len(path) // 2 <= cache.stats().free + cache.stats().evictable:
+            cache.insert(NS, path, cache.allocate(len(path) // 2))
+        elif action == 1:
+            ref = cache.match(NS, path).node
+            cache.lock(ref)
+            locks.append(ref)
+        elif action == 2 and locks:
+            cache.unlock(locks.pop())
+        elif action == 3:
+            cache.evict(1)
+        elif draw.random() < 0.1:
+            cache.clear()
+        if cache.version == version:
+            stood += 1
+            assert found() == before
+    assert stood > 20, "the version must not move with every call"

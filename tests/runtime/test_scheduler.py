@@ -6,6 +6,8 @@ import pytest
 from branch_program import BranchProgram
 from stepping import Stepper
 
+from phloem.radix import Namespace, PrefixMatch, RadixCache
+from phloem.radix.packing import Tokens
 from phloem.runtime import CacheFull, QueueFull
 from phloem.runtime.request import Phase
 from phloem.runtime.scheduler import MAX_PASSES
@@ -207,6 +209,27 @@ def test_the_longest_cached_prefix_goes_first() -> None:
     stepper.add([*tokens(36), 99], name="warmer")
     stepper.run()
     assert admissions(stepper) == ["first", "warmer", "warm", "cold"]
+
+
+def test_a_waiting_request_is_looked_up_once_while_the_cache_does_not_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_up: list[int] = []
+    match = RadixCache.match
+
+    def counting(cache: RadixCache, namespace: Namespace, path: Tokens) -> PrefixMatch:
+        looked_up.append(len(path))
+        return match(cache, namespace, path)
+
+    stepper = Stepper(num_blocks=256, max_running=16, max_step_tokens=1024)
+    stepper.add(tokens(8))
+    stepper.run()
+    for number in range(40):
+        stepper.add([*tokens(8), 100 + number], name=str(number))
+    monkeypatch.setattr(RadixCache, "match", counting)
+    stepper.step()
+    assert len(looked_up) == 40, "sixteen were admitted, each after a look at all that wait"
+    stepper.run()
 
 
 def test_the_oldest_is_passed_over_a_bounded_number_of_times() -> None:
