@@ -10,12 +10,15 @@ Masked slots are never read into a result: they may hold NaN.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanError
+
+if TYPE_CHECKING:
+    from phloem.kernels.flashinfer_options import FlashInferOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +113,33 @@ def check_plan(plan: AttentionPlan, store: PagedKVStore) -> None:
 
 
 def make_backend(
-    name: str, spec: AttentionSpec, store: PagedKVStore, *, num_threads: int | None = None
+    name: str,
+    spec: AttentionSpec,
+    store: PagedKVStore,
+    *,
+    num_threads: int | None = None,
+    flashinfer: "FlashInferOptions | None" = None,
 ) -> AttentionBackend:
-    """Make a backend by name: "cpu" (compiled, or torch where no compiler is) or "reference".
+    """Make a backend by name.
 
     Args:
-        name: Which one.
+        name: "cpu" (compiled, or torch where no compiler is), "flashinfer" (NVIDIA GPUs) or "reference".
         spec: The model's attention.
         store: The KV that it reads and writes.
         num_threads: Threads of the cpu backend; None follows torch.get_num_threads().
+        flashinfer: Options of the flashinfer backend; None for the defaults.
 
     Raises:
         ValueError: an unknown name, or a spec that does not fit the store.
+        FlashInferUnavailable: FlashInfer can't run here, or not for this model.
     """
     from phloem.kernels.cpu import make_cpu_backend
+    from phloem.kernels.flashinfer import FlashInferBackend
     from phloem.kernels.reference import ReferenceBackend
 
     makers: dict[str, Callable[[], AttentionBackend]] = {
         "cpu": lambda: make_cpu_backend(spec, store, num_threads=num_threads),
+        "flashinfer": lambda: FlashInferBackend(spec, store, options=flashinfer),
         "reference": lambda: ReferenceBackend(spec, store),
     }
     if name not in makers:

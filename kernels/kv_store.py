@@ -98,12 +98,30 @@ class PagedKVStore:
         Raises:
             IndexError: a slot outside of the store.
         """
-        rows = self.data[layer].view(self.num_blocks * 2 * self.block_size, self.num_kv_heads, self.head_dim)
-        block = torch.div(slot_mapping, self.block_size, rounding_mode="floor")
+        self.write_rows(layer, k, v, self.key_rows(slot_mapping).to(self.data.device))
+
+    def key_rows(self, slot_mapping: torch.Tensor) -> torch.Tensor:
+        """Where `write_rows` puts the keys of the slots: int64 `[num_tokens]`, on the slots' device."""
         # a block is block_size rows of K, then block_size rows of V: row = slot + block * block_size (+ block_size)
-        key_rows = (slot_mapping + block * self.block_size).to(rows.device)
-        rows.index_copy_(0, key_rows, k.to(rows.dtype))
-        rows.index_copy_(0, key_rows + self.block_size, v.to(rows.dtype))
+        return slot_mapping + slot_mapping.div(self.block_size, rounding_mode="floor") * self.block_size
+
+    def write_rows(self, layer: int, k: torch.Tensor, v: torch.Tensor, key_rows: torch.Tensor) -> None:
+        """Write tokens' KV where `key_rows`, on the store's device, says. One step's rows serve all layers.
+
+        8-bit types hold what they can: larger values become the largest one.
+
+        Raises:
+            IndexError: a row outside of the store (on the CPU; a GPU stops the process).
+        """
+        rows = self.data[layer].view(self.num_blocks * 2 * self.block_size, self.num_kv_heads, self.head_dim)
+        for values, first in ((k, key_rows), (v, key_rows + self.block_size)):
+            if self.dtype.itemsize == 1:
+                limit = torch.finfo(self.dtype).max
+                bits = values.clamp(-limit, limit).to(self.dtype).view(torch.uint8)
+                # index_copy_ has no code for 8-bit floats
+                rows.view(torch.uint8).index_copy_(0, first, bits)
+            else:
+                rows.index_copy_(0, first, values.to(self.dtype))
 
     def copy_rows(self, source_block: int, target_block: int, num_rows: int) -> None:
         """Copy the first rows of a block to another, K and V, in all layers. Nothing to do for the same block.

@@ -120,6 +120,11 @@ class RotaryEmbedding:
         signed_sin = self._signed_sin[positions].unsqueeze(1)
         return self._rotate(q, cos, signed_sin), self._rotate(k, cos, signed_sin)
 
+    def cos_sin(self) -> torch.Tensor:
+        """The table as FlashInfer reads it: float32 `[max_position, rotary_dim]`, cosines before sines. A copy."""
+        half = self.rotary_dim // 2
+        return torch.cat((self._cos[:, :half], self._signed_sin[:, half:]), dim=-1)
+
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
         # products and sums stay separate operations: a fused one could round differently at the end of a range
         rotary = x[..., : self.rotary_dim].float()
