@@ -34,7 +34,7 @@ from phloem.radix.explain import Explanation, explain
 from phloem.radix.ghost import Ghost
 from phloem.radix.leases import Lease, LeaseBook
 from phloem.radix.namespace import Namespace
-from phloem.radix.node import NodeRef
+from phloem.radix.node import Node, NodeRef
 from phloem.radix.packing import TOKEN_BYTES, Tokens, pack
 from phloem.radix.policy import EvictionOrder, EvictionPolicy, policy_named
 from phloem.radix.pool import BlockPool, Owner
@@ -44,8 +44,8 @@ from phloem.radix.results import CacheStats, ClearResult, Grip, InsertResult, Le
 from phloem.radix.tree import Place, RadixTree
 
 MAX_LABEL_CHARS = 256
-# The ghost remembers four times what the pool holds, unless that were more than this: 64 MiB of tokens.
-MAX_DEFAULT_GHOST_TOKENS = 2**24
+GHOST_BYTES_PER_TOKEN = 4  # of the pool; a KV cache takes thousands
+MIN_DEFAULT_GHOST_BYTES = 2**20
 
 
 class RadixCache:
@@ -77,7 +77,7 @@ class RadixCache:
         *,
         policy: str | EvictionPolicy = "lru",
         max_pinned_blocks: int | None = None,
-        ghost_tokens: int | None = None,
+        ghost_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An empty cache over `pool`, in which nobody else may move blocks from then on.
@@ -87,13 +87,13 @@ class RadixCache:
             block_size: Tokens per block.
             policy: Which unlocked leaf is evicted first: ``lru``, ``lfu``, ``fifo``, ``priority``, or one's own.
             max_pinned_blocks: How many blocks all leases together may protect; with None, half of the pool.
-            ghost_tokens: How many tokens of evicted paths to remember for `explain`, at 4.5 bytes each and some 600
-                for a node, of which there is at most one for 128 tokens; 0 for none; with None, four times what the
-                pool holds, up to `MAX_DEFAULT_GHOST_TOKENS`.
+            ghost_bytes: How much memory the evicted paths may take that are remembered for `explain`; 0 for none; with
+                None, 4 bytes for each token that the pool holds, but at least 1 MiB. A remembered token takes 2 to 4
+                bytes by its vocabulary, and a node some 250: about 3 bytes a token in all on paths with 300 own tokens.
             clock: What leases are timed by, in seconds; must never go back.
 
         Raises:
-            ValueError: `block_size` is not positive, `ghost_tokens` is negative, or `max_pinned_blocks` is negative
+            ValueError: `block_size` is not positive, `ghost_bytes` is negative, or `max_pinned_blocks` is negative
                 or more than the pool has.
             UnknownPolicy: No policy has that name.
         """
@@ -103,13 +103,13 @@ class RadixCache:
             max_pinned_blocks = pool.num_blocks // 2
         if not 0 <= max_pinned_blocks <= pool.num_blocks:
             raise ValueError(f"max_pinned_blocks must be 0 to {pool.num_blocks}, not {max_pinned_blocks}")
-        if ghost_tokens is None:
-            ghost_tokens = min(4 * pool.num_blocks * block_size, MAX_DEFAULT_GHOST_TOKENS)
-        if ghost_tokens < 0:
-            raise ValueError(f"ghost_tokens must be 0 or more, not {ghost_tokens}")
+        if ghost_bytes is None:
+            ghost_bytes = max(GHOST_BYTES_PER_TOKEN * pool.num_blocks * block_size, MIN_DEFAULT_GHOST_BYTES)
+        if ghost_bytes < 0:
+            raise ValueError(f"ghost_bytes must be 0 or more, not {ghost_bytes}")
         self.pool = pool
-        self._tree = RadixTree(block_size)
-        self._ghost = Ghost(block_size, max_tokens=ghost_tokens)
+        self._tree = RadixTree(block_size, Node.root_of)
+        self._ghost = Ghost(block_size, max_bytes=ghost_bytes)
         order = EvictionOrder(policy_named(policy) if isinstance(policy, str) else policy)
         self._residency = Residency(self._tree, pool, order, self._ghost)
         self._leases = LeaseBook(self._residency, max_pinned_blocks=max_pinned_blocks, clock=clock)
@@ -457,7 +457,7 @@ class RadixCache:
         locked = sum(self._residency.clear(root) for root in roots)
         return ClearResult(num_freed=self.pool.num_free - before, num_locked=locked)
 
-    def _rest(self, place: Place, query: bytes) -> bytes:
+    def _rest(self, place: Place[Node], query: bytes) -> bytes:
         """What of `query` follows `place`, up to one block; `query` began at the root."""
         offset = place.num_blocks * self._tree.block_bytes
         return query[offset : offset + self._tree.block_bytes]

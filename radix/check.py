@@ -5,6 +5,7 @@ It recomputes every counter that `RadixCache` keeps, and trusts none. Iterative,
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,7 +13,7 @@ from itertools import pairwise
 from phloem.radix.errors import InvariantError
 from phloem.radix.ghost import Ghost
 from phloem.radix.leases import LeaseBook
-from phloem.radix.node import Node
+from phloem.radix.node import N, Node
 from phloem.radix.policy import EvictionOrder
 from phloem.radix.pool import BlockPool, Owner
 from phloem.radix.residency import Residency
@@ -87,7 +88,7 @@ def _check_leases(residency: Residency, leases: LeaseBook) -> None:
 
 
 def _check_ghost(ghost: Ghost) -> None:
-    blocks = nodes = 0
+    blocks = nodes = label_bytes = 0
     leaves = set()
     for root in ghost.tree.roots.values():
         _require(root.children is not None, f"the ghost keeps {root}, which is empty")
@@ -97,18 +98,23 @@ def _check_ghost(ghost: Ghost) -> None:
             _check_links(ghost.tree, node)
             blocks += len(node.blocks)
             nodes += 1
+            label_bytes += 0 if node.label is None else sys.getsizeof(node.label)
             if node.children is None:
                 leaves.add(node)
     _equal("blocks of the ghost", ghost.num_blocks, blocks)
     _equal("nodes of the ghost", ghost.tree.num_nodes, nodes)
+    _equal("bytes of the ghost's labels", ghost.num_label_bytes, label_bytes)
     _require(
-        blocks <= ghost.max_blocks and nodes <= ghost.max_nodes,
-        f"the ghost has {blocks} blocks in {nodes} nodes, more than {ghost.max_blocks} in {ghost.max_nodes}",
+        ghost.num_bytes <= ghost.max_bytes,
+        f"the ghost takes {ghost.num_bytes} bytes, more than {ghost.max_bytes}",
     )
-    _check_order(ghost.order, leaves)
+    ordered = list(ghost.leaves)
+    _require(set(ordered) == leaves, "the ghost's order is not of its leaves")
+    _equal("leaves of the ghost", len(ghost.leaves), len(ordered))
+    _require(ordered[::-1] == list(reversed(ghost.leaves)), "the ghost's order differs backwards")
 
 
-def _check_tree(tree: RadixTree, pool: BlockPool, root: Node, census: _Census) -> None:
+def _check_tree(tree: RadixTree[Node], pool: BlockPool, root: Node, census: _Census) -> None:
     _require(root.parent is None and not root.blocks and root.end == 0, f"{root} is no root")
     _check_links(tree, root)
     _check_locks(root)
@@ -134,7 +140,7 @@ def _check_tree(tree: RadixTree, pool: BlockPool, root: Node, census: _Census) -
                 census.candidates.add(node)
 
 
-def _check_shape(tree: RadixTree, node: Node) -> None:
+def _check_shape(tree: RadixTree[N], node: N) -> None:
     num_blocks = len(node.blocks)
     _require(num_blocks > 0, f"{node} has no block (rule 1)")
     _require(
@@ -157,7 +163,7 @@ def _check_blocks(pool: BlockPool, node: Node) -> None:
         )
 
 
-def _check_links(tree: RadixTree, node: Node) -> None:
+def _check_links(tree: RadixTree[N], node: N) -> None:
     children = node.children or {}
     _require(node.children is None or bool(children), f"{node} keeps an empty dictionary of children")
     for key, child in children.items():

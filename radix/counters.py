@@ -55,4 +55,6 @@ class Counters:
             duplicates=self.duplicates,
             expired_leases=leases.num_expired,
             ghost_tokens=ghost.num_blocks * tree.block_size,
+            ghost_bytes=ghost.num_bytes,
+            max_ghost_bytes=ghost.max_bytes,
         )

@@ -22,9 +22,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from phloem.radix.ghost_node import GhostNode
 from phloem.radix.namespace import Namespace
-from phloem.radix.packing import TOKEN_BYTES, unpack
-from phloem.radix.tree import RadixTree
+from phloem.radix.node import N, Node
+from phloem.radix.packing import TOKEN_BYTES, narrow, token_at
+from phloem.radix.tree import RadixTree, Tail
 
 
 class MissReason(str, Enum):
@@ -82,8 +84,8 @@ class _Reach:
 
 
 def explain(
-    resident: RadixTree,
-    ghost: RadixTree,
+    resident: RadixTree[Node],
+    ghost: RadixTree[GhostNode],
     namespace: Namespace,
     query: bytes,
     *,
@@ -123,7 +125,8 @@ def explain(
     )
 
 
-def _reach(tree: RadixTree, namespace: Namespace, query: bytes) -> _Reach:
+def _reach(tree: RadixTree[N], namespace: Namespace, packed: bytes) -> _Reach:
+    query = narrow(packed, tree.token_bytes)
     place = tree.walk(tree.root(namespace), query)
     offset = place.num_blocks * tree.block_bytes
     tail = tree.tail(place, query[offset : offset + tree.block_bytes])
@@ -131,7 +134,7 @@ def _reach(tree: RadixTree, namespace: Namespace, query: bytes) -> _Reach:
     return _Reach(
         num_tokens=place.num_blocks * tree.block_size + tail.num_tokens,
         label=last.label,
-        other_token=None if tail.node is None else _token_at(tail.tokens, tail.num_tokens),
+        other_token=_next_token(tree, tail),
         other_label=None if tail.node is None else tail.node.label,
         namespace=namespace,
     )
@@ -147,15 +150,18 @@ def _rest(query: bytes, reaches: list[_Reach]) -> Miss:
                 end,
                 MissReason.DIVERGED,
                 label=reach.other_label,
-                token=_token_at(query, start),
+                token=token_at(query, start),
                 other_token=reach.other_token,
             )
     return Miss(start, end, MissReason.NEVER_SEEN)
 
 
+def _next_token(tree: RadixTree[N], tail: Tail[N]) -> int | None:
+    """The token after those that agree; None where nothing goes on."""
+    if tail.num_tokens * tree.token_bytes == len(tail.tokens):
+        return None
+    return token_at(tail.tokens, tail.num_tokens, token_bytes=tree.token_bytes)
+
+
 def _length(reach: _Reach) -> int:
     return reach.num_tokens
-
-
-def _token_at(packed: bytes, index: int) -> int:
-    return unpack(packed[index * TOKEN_BYTES : (index + 1) * TOKEN_BYTES])[0]

@@ -113,7 +113,7 @@ class LeaseBook:
     def __len__(self) -> int:
         return len(self._order)
 
-    def pin(self, namespace: Namespace, place: Place, *, ttl: float, owner: str) -> Lease:
+    def pin(self, namespace: Namespace, place: Place[Node], *, ttl: float, owner: str) -> Lease:
         """Makes a lease on the path up to `place`, which is no root. May split a node. O(nodes on the path).
 
         Raises:
@@ -153,7 +153,7 @@ class LeaseBook:
         self._sort_out(lease)
         self._sort_in(lease)
 
-    def use(self, node: Node, tail: Tail) -> None:
+    def use(self, node: Node, tail: Tail[Node]) -> None:
         """Renews the leases whose paths an admission has reused to their ends. O(nodes on the path).
 
         Args:
@@ -253,7 +253,7 @@ class LeaseBook:
             )
 
 
-def _unpinned_blocks(place: Place) -> int:
+def _unpinned_blocks(place: Place[Node]) -> int:
     """How many blocks of the walked path no lease protects. O(nodes on it)."""
     node = place.node
     while node.pin_refs == 0 and node.parent is not None:

@@ -1,28 +1,85 @@
-"""One node of the tree, and the handle on a place in it that others may hold."""
+"""One node of the tree, what a tree asks of it, and the handle on a place in it that others may hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from phloem.radix.namespace import Namespace
 
 if TYPE_CHECKING:
     from sortedcontainers import SortedList
+    from typing_extensions import Self
+
+    from phloem.radix.ghost_node import GhostNode
 
 # A candidate's place in the order of eviction: the policy's key, `created`, the node. Among the leaves of all trees
 # no two have the same `created` (see `EvictionOrder`), so that nodes are never compared.
 Rank: TypeAlias = "tuple[Any, int, Node]"
 
 
+N = TypeVar("N", bound="TreeNode")
+
+
+class TreeNode(Protocol):
+    """What a `RadixTree` asks of its nodes: `Node`, which is resident, and the slim `GhostNode`.
+
+    Depth is counted in blocks from the root: a node covers the half-open interval [start, end) of its path. One that
+    has left the tree keeps its parent and its `start`, and has ``end == start``: `covering` depends on that.
+    """
+
+    parent: Self | None  # None for a root only
+    children: dict[bytes, Self] | None  # by the tokens of their first block; None when there are none
+    order: SortedList | None  # the keys of `children`, kept only while they are many (tree.py)
+
+    @property
+    def edge(self) -> bytes | bytearray:
+        """The tokens of its blocks."""
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """One int for each block."""
+
+    @property
+    def start(self) -> int:
+        """Blocks from the root to its beginning."""
+
+    @property
+    def end(self) -> int:
+        """Blocks from the root to its end."""
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """Of a root only."""
+
+    @property
+    def label(self) -> str | None:
+        """Who put the content here, as the caller named itself."""
+
+    def split_off(self, count: int, num_bytes: int) -> Self:
+        """Moves its first `count` blocks, `num_bytes` of its edge, to a new node, which is in no tree yet."""
+
+    def cut(self, count: int, num_bytes: int) -> Sequence[int]:
+        """Drops its last `count` blocks, `num_bytes` of its edge, and returns them."""
+
+
+def covering(node: N, num_blocks: int) -> N | None:
+    """The node that has depth `num_blocks` of this node's path in it, or None when that part has left.
+
+    Right whatever was split since this node ended there or below, because the lower part of a split keeps its
+    identity. O(splits since).
+    """
+    while node.parent is not None and node.start >= num_blocks:
+        node = node.parent
+    return node if node.start <= num_blocks <= node.end else None
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A run of one or more full blocks on a path; owned by its tree, mutated by `RadixTree` and `RadixCache` only.
 
-    Depth is counted in blocks from the root: a node covers the half-open interval [start, end) of its path.
-    Nodes are compared and hashed by identity. A node that has left the tree keeps its parent, its `start`, and no
-    blocks: `NodeRef` depends on that.
+    Nodes are compared and hashed by identity. See `TreeNode` for where it begins and ends.
     """
 
     edge: bytearray  # the packed tokens of `blocks`; len(edge) == len(blocks) * block_bytes
@@ -43,7 +100,9 @@ class Node:
     hit_count: int = 0  # admissions that hit this node
     priority: int = 0  # the highest that an insert or admission gave
     label: str | None = None  # who put the content here, as the caller named itself
-    ghost: Node | None = None  # a node of the ghost's tree whose path has this one's as a prefix (ghost.py)
+    ghost: GhostNode | None = (
+        None  # a node of the ghost's tree whose path has this one's as a prefix (ghost.py)
+    )
     rank: Rank | None = None  # its entry among the eviction candidates
 
     @property
@@ -70,16 +129,44 @@ class Node:
             node = node.parent
         return node
 
-    def covering(self, num_blocks: int) -> Node | None:
-        """The node that has depth `num_blocks` of this node's path in it, or None when that part has left.
+    @classmethod
+    def root_of(cls, namespace: Namespace) -> Node:
+        """The empty node above a namespace's tree."""
+        return cls(bytearray(), [], 0, namespace=namespace)
 
-        Right whatever was split since this node ended there or below, because the lower part of a split keeps its
-        identity. O(splits since).
-        """
-        node = self
-        while node.parent is not None and node.start >= num_blocks:
-            node = node.parent
-        return node if node.start <= num_blocks <= node.end else None
+    def split_off(self, count: int, num_bytes: int) -> Node:
+        """Moves its first `count` blocks to a new node, with its locks, pins, recency, worth and label."""
+        upper = Node(
+            self.edge[:num_bytes],
+            self.blocks[:count],
+            self.start + count,
+            lock_refs=self.lock_refs,
+            pin_refs=self.pin_refs,
+            created=self.created,
+            last_used=self.last_used,
+            hit_count=self.hit_count,
+            priority=self.priority,
+            label=self.label,
+            ghost=self.ghost,
+        )
+        # Slices, not `del edge[:num_bytes]`, which would keep the memory of what was cut off.
+        self.edge = self.edge[num_bytes:]
+        self.blocks = self.blocks[count:]
+        return upper
+
+    def cut(self, count: int, num_bytes: int) -> list[int]:
+        """Drops its last `count` blocks and returns them. Amortised O(count)."""
+        blocks = self.blocks[-count:]
+        del self.blocks[-count:]
+        del self.edge[-num_bytes:]
+        self.end -= count
+        return blocks
+
+    def grow(self, edge: bytes, blocks: list[int]) -> None:
+        """Appends full blocks to a leaf in place. Amortised O(len(blocks))."""
+        self.edge += edge
+        self.blocks += blocks
+        self.end += len(blocks)
 
     def __repr__(self) -> str:
         kind = "root" if self.is_root else "node"
@@ -105,4 +192,4 @@ class NodeRef:
 
     def resolve(self) -> Node | None:
         """The node that covers depth `num_blocks` now, or None when that part has left. O(splits since)."""
-        return self.node.covering(self.num_blocks)
+        return covering(self.node, self.num_blocks)

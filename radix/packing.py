@@ -9,6 +9,16 @@ for callers that use a path more than once and want to pay for the packing once.
 True
 >>> unpack(pack([7, 8, 9]))
 [7, 8, 9]
+
+What is kept for long and seldom read (ghost.py) is *narrow*: as many bytes a token as its vocabulary needs, two, three
+or four. The token of all ones, such as 0xffff of two bytes, stands for what does not fit; it equals no real token.
+
+>>> [len(narrow_exactly(pack([7, token]), size)) for token, size in ((50_000, 2), (150_000, 3), (2**30, 4))]
+[4, 6, 8]
+>>> narrow_exactly(pack([7, 150_000]), 2) is None
+True
+>>> [token_at(narrow(pack([7, 150_000]), 2), index, token_bytes=2) for index in (0, 1)]
+[7, 65535]
 """
 
 from __future__ import annotations
@@ -27,7 +37,7 @@ MAX_TOKEN = 2**31 - 1
 # `collections.abc.Buffer`, exists from Python 3.12 on only.
 Tokens: TypeAlias = "Sequence[int] | bytes | bytearray | memoryview | array[int]"
 
-_TOP_BYTE = 3 if sys.byteorder == "little" else 0
+_TOP_BYTE, _HIGH_HALF = (3, 1) if sys.byteorder == "little" else (0, 0)
 _INTEGER_FORMATS = frozenset("iIlLqQ")
 
 
@@ -61,7 +71,12 @@ def unpack(packed: bytes | bytearray | memoryview) -> list[int]:
     return ids.tolist()
 
 
-def common_tokens(a: bytes | bytearray, b: bytes | bytearray) -> int:
+def token_at(tokens: bytes | bytearray, index: int, *, token_bytes: int = TOKEN_BYTES) -> int:
+    """One token id of a path with `token_bytes` bytes a token. O(1)."""
+    return int.from_bytes(tokens[index * token_bytes : (index + 1) * token_bytes], sys.byteorder)
+
+
+def common_tokens(a: bytes | bytearray, b: bytes | bytearray, *, token_bytes: int = TOKEN_BYTES) -> int:
     """The number of leading tokens that two packed paths share. O(len) of the shorter one.
 
     Meant for paths of about a block: the exclusive or of both, read as one large integer whose lowest bit is the first
@@ -73,9 +88,47 @@ def common_tokens(a: bytes | bytearray, b: bytes | bytearray) -> int:
     length = min(len(a), len(b))
     different = int.from_bytes(a[:length], "little") ^ int.from_bytes(b[:length], "little")
     if not different:
-        return length // TOKEN_BYTES
+        return length // token_bytes
     lowest_bit = (different & -different).bit_length() - 1
-    return lowest_bit // (8 * TOKEN_BYTES)
+    return lowest_bit // (8 * token_bytes)
+
+
+def narrow_exactly(packed: bytes, token_bytes: int) -> bytes | None:
+    """The path with `token_bytes` bytes a token, 2 to 4; None if a token does not fit, and seldom else. O(len)."""
+    num_tokens = len(packed) // TOKEN_BYTES
+    if token_bytes == 2:
+        halves = array("H", packed)  # picked apart faster than bytes are
+        high, narrowed = halves[_HIGH_HALF::2].tobytes(), halves[1 - _HIGH_HALF :: 2].tobytes()
+        fits = high == bytes(2 * num_tokens)
+    elif token_bytes == 3:
+        fits = packed[_TOP_BYTE::TOKEN_BYTES] == bytes(num_tokens)
+        narrowed = recode(packed, TOKEN_BYTES, 3)
+    else:
+        return packed
+    # All ones are no token; where they are seen across two tokens, a wider path does no harm.
+    return narrowed if fits and b"\xff" * token_bytes not in narrowed else None
+
+
+def narrow(packed: bytes, token_bytes: int) -> bytes:
+    """The path with `token_bytes` bytes a token; all ones from the first token on that does not fit. O(len)."""
+    narrowed = narrow_exactly(packed, token_bytes)
+    if narrowed is not None:
+        return narrowed
+    too_much = 256**token_bytes - 1
+    tokens = unpack(packed)
+    fitting = next((index for index, token in enumerate(tokens) if token >= too_much), len(tokens))
+    narrowed = recode(packed[: fitting * TOKEN_BYTES], TOKEN_BYTES, token_bytes)
+    return narrowed + b"\xff" * (token_bytes * (len(tokens) - fitting))
+
+
+def recode(tokens: bytes, old_bytes: int, new_bytes: int) -> bytes:
+    """The same tokens, which must fit, with `new_bytes` bytes each instead of `old_bytes`. O(len)."""
+    recoded = bytearray(len(tokens) // old_bytes * new_bytes)
+    shared = min(old_bytes, new_bytes)
+    old, new = (0, 0) if sys.byteorder == "little" else (old_bytes - shared, new_bytes - shared)
+    for index in range(shared):
+        recoded[new + index :: new_bytes] = tokens[old + index :: old_bytes]
+    return bytes(recoded)
 
 
 def _whole(packed: bytes) -> bytes:

@@ -18,6 +18,8 @@ Time is a counter that ticks once per operation that moves recency, so that no t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phloem.radix.errors import Shortage
 from phloem.radix.ghost import Ghost
 from phloem.radix.node import Node
@@ -31,7 +33,7 @@ class Residency:
 
     __slots__ = ("_clock", "cleared", "evictable", "ghost", "num_locks", "order", "pinned", "pool", "tree")
 
-    def __init__(self, tree: RadixTree, pool: BlockPool, order: EvictionOrder, ghost: Ghost) -> None:
+    def __init__(self, tree: RadixTree[Node], pool: BlockPool, order: EvictionOrder, ghost: Ghost) -> None:
         """Nothing resident; `tree`, `order` and `ghost` must be empty, and no block of `pool` cached."""
         self.tree = tree
         self.pool = pool
@@ -155,7 +157,7 @@ class Residency:
 
     def graft(
         self,
-        place: Place,
+        place: Place[Node],
         query: bytes,
         blocks: list[int],
         *,
@@ -186,7 +188,7 @@ class Residency:
         self.order.discard(node)
         self.pool.adopt(blocks)
         if _can_grow(node, priority=priority, label=label, own_locks=own_locks):
-            self.tree.grow(node, edge, blocks)
+            node.grow(edge, blocks)
             node.ghost = None  # which knows another continuation, if any
             leaf = node
         else:
@@ -248,7 +250,7 @@ class Residency:
             self._drop(step)
             step = parent
 
-    def _drop(self, leaf: Node) -> list[int]:
+    def _drop(self, leaf: Node) -> Sequence[int]:
         """Frees a whole unlocked leaf."""
         self.order.discard(leaf)
         blocks = self.tree.detach(leaf)
@@ -257,7 +259,7 @@ class Residency:
         return blocks
 
 
-def unlocked_blocks(place: Place) -> int:
+def unlocked_blocks(place: Place[Node]) -> int:
     """How many blocks of the walked path nobody has locked. O(unlocked nodes on it)."""
     node = place.node
     while node.lock_refs == 0 and node.parent is not None:

@@ -85,3 +85,5 @@ class CacheStats:
     duplicates: int  # blocks handed over that the tree already had
     expired_leases: int  # ended by time
     ghost_tokens: int  # remembered of paths of which blocks were evicted
+    ghost_bytes: int  # memory that these take, nodes and labels included
+    max_ghost_bytes: int  # and may take

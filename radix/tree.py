@@ -21,7 +21,7 @@ Blocks are written as letters here. ``ABCDE`` is cached, with a lock held at its
 
 The *lower* part keeps the node's identity and the upper one is new. Whoever holds a lock holds it at a node's end, and
 that is the lower part's: handles and leases stay right without being told. Both parts keep lock refs, pin refs,
-priority, hit count, recency and label. The parent's dictionary changes no key, as the upper part begins with the same block as the old node.
+priority, hit count, recency and label (`Node.split_off`). The parent's dictionary changes no key, as the upper part begins with the same block as the old node.
 
 Where a walk can end
 --------------------
@@ -45,21 +45,22 @@ Invariants
 - ``end`` counts the blocks from the root: ``node.start == node.parent.end``.
 - ``children`` is None instead of empty; ``order`` exists only where children are many.
 
-The tree knows no locks but to copy them in a split, no eviction, no pool (the ghost of ghost.py has a tree and no pool); it asks nobody whether a block may go. It
-never recurses: depth is bounded by memory, not by the interpreter's stack.
+The tree knows no locks, no eviction, no pool, and not even the kind of its nodes (`TreeNode`; the ghost of ghost.py has a tree of slim ones); it asks
+nobody whether a block may go. It never recurses: depth is bounded by memory, not by the interpreter's stack.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 from sortedcontainers import SortedList
 
 from phloem.radix.errors import InvalidNamespace
 from phloem.radix.namespace import Namespace
-from phloem.radix.node import Node
+from phloem.radix.node import N
 from phloem.radix.packing import TOKEN_BYTES, common_tokens
 
 # Sorting the keys of up to this many children on demand is cheaper than keeping them sorted (measured: 64 keys of
@@ -68,45 +69,46 @@ MAX_UNORDERED_CHILDREN = 32
 
 
 @dataclass(slots=True)
-class Place:
+class Place(Generic[N]):
     """Where a walk ended: at depth `num_blocks`, which lies in (node.start, node.end] unless node is a root."""
 
-    node: Node
+    node: N
     num_blocks: int
     blocks: list[int]  # of the part walked over, a fresh list
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class Tail(Generic[N]):
     """The known block that goes on from a walk's end most like the query does: `num_tokens` of its rows agree with it."""
 
     num_tokens: int
     block: int | None  # None exactly when num_tokens is 0
     node: (
-        Node | None
+        N | None
     )  # which has the block, as its first unless the walk ended inside this node; None: nothing goes on
     tokens: bytes  # all tokens of the block, packed; empty when nothing goes on
 
 
-NO_TAIL = Tail(0, None, None, b"")
-
-
-class RadixTree:
+class RadixTree(Generic[N]):
     """The trees of all namespaces of one cache, as structure.
 
     `roots` holds a root for each namespace that has nodes or locks; `RadixCache` enters and removes them.
     """
 
-    __slots__ = ("block_bytes", "block_size", "num_nodes", "roots")
+    __slots__ = ("_new_root", "block_bytes", "block_size", "num_nodes", "roots", "token_bytes")
 
-    def __init__(self, block_size: int) -> None:
-        """An empty forest for blocks of `block_size` tokens."""
+    def __init__(
+        self, block_size: int, new_root: Callable[[Namespace], N], *, token_bytes: int = TOKEN_BYTES
+    ) -> None:
+        """An empty forest for blocks of `block_size` tokens, of `token_bytes` bytes each in edges and queries."""
+        self._new_root = new_root
         self.block_size = block_size
-        self.block_bytes = block_size * TOKEN_BYTES
-        self.roots: dict[Namespace, Node] = {}
+        self.token_bytes = token_bytes
+        self.block_bytes = block_size * token_bytes
+        self.roots: dict[Namespace, N] = {}
         self.num_nodes = 0  # roots not counted
 
-    def root(self, namespace: Namespace) -> Node:
+    def root(self, namespace: Namespace) -> N:
         """The namespace's root, or a fresh one that is not entered yet. O(1).
 
         Raises:
@@ -116,24 +118,24 @@ class RadixTree:
         if root is None:
             if not isinstance(namespace, Namespace):
                 raise InvalidNamespace(f"expected a Namespace, not {type(namespace).__name__}")
-            root = Node(bytearray(), [], 0, namespace=namespace)
+            root = self._new_root(namespace)
         return root
 
-    def entered(self, root: Node) -> Node | None:
+    def entered(self, root: N) -> N | None:
         """The root that is entered under the namespace of `root`: itself, another one, or None. O(1)."""
         return None if root.namespace is None else self.roots.get(root.namespace)
 
-    def enter(self, root: Node) -> None:
+    def enter(self, root: N) -> None:
         """Makes `root` its namespace's, unless it is already. O(1)."""
         if root.namespace is not None:
             self.roots[root.namespace] = root
 
-    def leave(self, root: Node) -> None:
+    def leave(self, root: N) -> None:
         """Takes `root` out, if it is in: nothing below it is matched from now on. O(1)."""
         if root.namespace is not None and self.roots.get(root.namespace) is root:
             del self.roots[root.namespace]
 
-    def walk(self, node: Node, query: bytes) -> Place:
+    def walk(self, node: N, query: bytes) -> Place[N]:
         """Goes down from the end of `node` along the full blocks of `query`. Changes nothing.
 
         O(len(query)) as a memory compare, plus O(1) for each node and O(1) for each block of the result.
@@ -157,7 +159,7 @@ class RadixTree:
             node = child
         return Place(node, node.end, blocks)
 
-    def tail(self, place: Place, rest: bytes) -> Tail:
+    def tail(self, place: Place[N], rest: bytes) -> Tail[N]:
         """The cached block beyond `place` that shares most leading tokens with `rest`, be it none. Changes nothing.
 
         O(block_size), plus O(log children) where they are many.
@@ -166,23 +168,23 @@ class RadixTree:
             place: Where the walk along a query ended.
             rest: What follows there, up to one block; with nothing left, nothing is sought.
         """
-        if len(rest) < TOKEN_BYTES:
-            return NO_TAIL
+        best: Tail[N] = Tail(0, None, None, b"")
+        if len(rest) < self.token_bytes:
+            return best
         node = place.node
         if place.num_blocks < node.end:
             index = place.num_blocks - node.start
             return self._tail_of(node, index, self._key(node.edge, index * self.block_bytes), rest)
         children = node.children
         if children is None:
-            return NO_TAIL
-        best = NO_TAIL
+            return best
         for key in self._neighbours(node, rest):
             tail = self._tail_of(children[key], 0, key, rest)
             if best.node is None or tail.num_tokens > best.num_tokens:
                 best = tail
         return best
 
-    def split(self, node: Node, num_blocks: int) -> Node:
+    def split(self, node: N, num_blocks: int) -> N:
         """Makes depth `num_blocks` a node's end, and returns that node. O(len(node.edge)).
 
         The lower part stays `node`; see the picture above. Changes nothing when `node` ends there.
@@ -194,30 +196,15 @@ class RadixTree:
         parent = node.parent
         if parent is None or parent.children is None or not 0 < count < len(node.blocks):
             raise AssertionError(f"depth {num_blocks} is not inside {node!r}")
-        upper = Node(
-            node.edge[:cut],
-            node.blocks[:count],
-            num_blocks,
-            parent=parent,
-            children={self._key(node.edge, cut): node},
-            lock_refs=node.lock_refs,
-            pin_refs=node.pin_refs,
-            created=node.created,
-            last_used=node.last_used,
-            hit_count=node.hit_count,
-            priority=node.priority,
-            label=node.label,
-            ghost=node.ghost,
-        )
-        parent.children[self._key(node.edge, 0)] = upper
-        # Slices, not `del edge[:cut]`, which would keep the memory of what was cut off.
-        node.edge = node.edge[cut:]
-        node.blocks = node.blocks[count:]
+        upper = node.split_off(count, cut)
+        upper.parent = parent
+        upper.children = {self._key(node.edge, 0): node}
+        parent.children[self._key(upper.edge, 0)] = upper
         node.parent = upper
         self.num_nodes += 1
         return upper
 
-    def attach(self, node: Node, parent: Node) -> None:
+    def attach(self, node: N, parent: N) -> None:
         """Makes `node` a child of `parent`, which must end where it starts. O(1); O(log n) with n children, if many."""
         key = self._key(node.edge, 0)
         node.parent = parent
@@ -230,21 +217,11 @@ class RadixTree:
         elif len(parent.children) > MAX_UNORDERED_CHILDREN:
             parent.order = SortedList(parent.children)
 
-    def grow(self, leaf: Node, edge: bytes, blocks: list[int]) -> None:
-        """Appends full blocks to a leaf in place. Amortised O(len(blocks))."""
-        leaf.edge += edge
-        leaf.blocks += blocks
-        leaf.end += len(blocks)
+    def trim(self, leaf: N, count: int) -> Sequence[int]:
+        """Cuts `count` blocks off a leaf's end, but not all of them, and returns them. O(count), see `cut`."""
+        return leaf.cut(count, count * self.block_bytes)
 
-    def trim(self, leaf: Node, count: int) -> list[int]:
-        """Cuts `count` blocks off a leaf's end, but not all of them, and returns them. Amortised O(count)."""
-        blocks = leaf.blocks[-count:]
-        del leaf.blocks[-count:]
-        del leaf.edge[-count * self.block_bytes :]
-        leaf.end -= count
-        return blocks
-
-    def detach(self, leaf: Node) -> list[int]:
+    def detach(self, leaf: N) -> Sequence[int]:
         """Takes a leaf out of the tree and returns its blocks. O(1); O(log n) with n siblings, if many.
 
         The leaf keeps its parent and its start, so that references to it still resolve.
@@ -260,14 +237,10 @@ class RadixTree:
                 parent.order = None
         if not parent.children:
             parent.children = None
-        blocks = leaf.blocks
-        leaf.end -= len(blocks)
-        leaf.blocks = []
-        leaf.edge = bytearray()
         self.num_nodes -= 1
-        return blocks
+        return leaf.cut(len(leaf.blocks), len(leaf.edge))
 
-    def below(self, root: Node) -> Iterator[Node]:
+    def below(self, root: N) -> Iterator[N]:
         """All nodes below `root`, each before its children. Do not change the tree while iterating."""
         stack = [root]
         while stack:
@@ -277,14 +250,14 @@ class RadixTree:
             if node.children is not None:
                 stack.extend(node.children.values())
 
-    def _tail_of(self, node: Node, index: int, tokens: bytes, rest: bytes) -> Tail:
-        num_tokens = common_tokens(tokens, rest)
+    def _tail_of(self, node: N, index: int, tokens: bytes, rest: bytes) -> Tail[N]:
+        num_tokens = common_tokens(tokens, rest, token_bytes=self.token_bytes)
         return Tail(num_tokens, node.blocks[index] if num_tokens else None, node, tokens)
 
-    def _key(self, edge: bytearray, offset: int) -> bytes:
+    def _key(self, edge: bytes | bytearray, offset: int) -> bytes:
         return bytes(edge[offset : offset + self.block_bytes])
 
-    def _common_blocks(self, edge: bytearray, query: bytes, position: int) -> int:
+    def _common_blocks(self, edge: bytes | bytearray, query: bytes, position: int) -> int:
         """How many blocks of `edge` the query continues with at `position`, given that the first does.
 
         A bisection over memory compares: each reads up to the first difference, about 2 len(edge) bytes in sum.
@@ -301,7 +274,7 @@ class RadixTree:
             probe = (low + high + 1) // 2
         return low
 
-    def _neighbours(self, node: Node, rest: bytes) -> list[bytes]:
+    def _neighbours(self, node: N, rest: bytes) -> list[bytes]:
         """The one or two keys of children between which `rest` would be sorted in."""
         if node.order is None:
             keys = sorted(node.children or ())

@@ -128,15 +128,23 @@ def break_ghost_count(cache):
 
 
 def break_ghost_order(cache):
-    cache._ghost.order.discard(cache._ghost.order.first())
+    cache._ghost.leaves.discard(cache._ghost.leaves.oldest())
 
 
 def break_ghost_bound(cache):
-    cache._ghost.max_blocks = 1
+    cache._ghost.max_bytes = cache._ghost.num_bytes - 1
+
+
+def break_ghost_links(cache):
+    cache._ghost.leaves._ends.older = cache._ghost.leaves._ends
+
+
+def break_ghost_labels(cache):
+    cache._ghost.leaves.oldest().label = "nobody"
 
 
 def break_ghost_edge(cache):
-    cache._ghost.order.first().edge[0] ^= 1
+    cache._ghost.leaves.oldest().edge = b"\7" + cache._ghost.leaves.oldest().edge[1:]
 
 
 BREAKS = [value for name, value in sorted(globals().items()) if name.startswith("break_")]

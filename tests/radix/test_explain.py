@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -217,109 +215,6 @@ def test_an_adopted_block_keeps_the_label_of_who_was_first(cache):
     put(cache, [1] * 4 + [2] * 4 + [3] * 4, label="second")
     assert cache.explain(NS, [1] * 5).misses[0].label == "first"
     assert cache.explain(NS, [1] * 4 + [2] * 4 + [9]).misses[0].label == "second"
-
-
-# The ghost's own bounds and costs.
-
-
-@pytest.mark.parametrize("ghost_tokens", [0, 3])
-def test_a_ghost_of_no_block_remembers_nothing(ghost_tokens):
-    cache = RadixCache(BlockPool(8), 4, ghost_tokens=ghost_tokens)
-    put(cache, [1] * 8)
-    cache.evict(2)
-    assert cache.explain(NS, [1] * 8).misses == (Miss(0, 8, NEVER),)
-    assert cache.stats().ghost_tokens == 0
-    cache.check()
-
-
-def test_a_negative_ghost_is_refused():
-    with pytest.raises(ValueError, match="ghost_tokens must be 0 or more, not -1"):
-        RadixCache(BlockPool(8), 4, ghost_tokens=-1)
-
-
-def test_the_oldest_is_forgotten_first_and_only_what_is_too_much():
-    cache = RadixCache(BlockPool(2), 1, ghost_tokens=5)
-    for number in range(3):
-        put(cache, [number, number])
-    cache.evict(2)
-    cache.check()
-    assert cache.stats().ghost_tokens == 5
-    assert [cache.explain(NS, [number, number]).tokens(EVICTED) for number in range(3)] == [1, 2, 2]
-
-
-def test_a_path_longer_than_the_ghost_is_remembered_from_where_it_fits():
-    cache = RadixCache(BlockPool(9), 1, ghost_tokens=5)
-    put(cache, [1, 1, 1])
-    cache.evict(3)
-    put(cache, [7] * 9)
-    cache.evict(4)
-    assert cache.explain(NS, [1, 1, 1]).tokens(EVICTED) == 3  # nothing made room for what cannot be held
-    assert cache.explain(NS, [7] * 9).tokens(EVICTED) == 0
-    cache.evict(5)
-    assert cache.explain(NS, [7] * 9).tokens(EVICTED) == 5
-    cache.check()
-
-
-def test_what_was_evicted_again_is_not_the_oldest():
-    cache = RadixCache(BlockPool(1), 1, ghost_tokens=3)
-    for number in (0, 1, 2, 0, 3):
-        put(cache, [number])
-        cache.evict(1)
-    assert [cache.explain(NS, [number]).tokens(EVICTED) for number in range(4)] == [1, 0, 1, 1]
-
-
-def test_the_ghost_keeps_within_its_bounds_whatever_comes():
-    rng = random.Random(1)
-    cache = RadixCache(BlockPool(64), 2, ghost_tokens=100)
-    for step in range(4_000):
-        # Short alphabets share and split, long ones make new leaves; paths are up to the size of the ghost.
-        top = rng.choice([1, 1, 50])
-        tokens = [rng.randint(0, top) for _ in range(2 * rng.choice([1, 2, 3, 10, 50, 64]))]
-        put(cache, tokens)
-        if rng.random() < 0.02:
-            cache.evict(rng.randint(1, 64))
-        assert cache.stats().ghost_tokens <= 100
-        if step % 20 == 0:
-            cache.check()
-    assert cache.stats().ghost_tokens > 80
-
-
-def test_a_ghost_of_one_block_nodes_is_bounded_in_nodes():
-    cache = RadixCache(BlockPool(1), 1, ghost_tokens=100_000)
-    for number in range(3_000):
-        put(cache, [number])
-    cache.check()
-    assert cache._ghost.tree.num_nodes == cache._ghost.max_nodes == 1_024
-    assert cache.explain(NS, [2_998]).tokens(EVICTED) == 1
-    assert cache.explain(NS, [0]).tokens(EVICTED) == 0
-
-
-def test_the_ghost_of_a_long_chain_costs_no_square():
-    cache = RadixCache(BlockPool(10_000), 1)
-    ref = cache.acquire(NS, [], num_blocks=0).node
-    for number in range(10_000):
-        ref = cache.extend(ref, [number % 7], cache.allocate(1), label=str(number)).node
-    cache.unlock(ref)
-    assert cache.stats().nodes == 10_000
-    start = time.perf_counter()
-    for _ in range(10_000):
-        cache.evict(1)
-    assert time.perf_counter() - start < 2  # 20 µs each would be 0.2 s; steps over the depth would be minutes
-    cache.check()
-    told = cache.explain(NS, [number % 7 for number in range(10_000)])
-    assert told.tokens(EVICTED) == 10_000
-
-
-def test_trims_of_a_long_leaf_cost_no_copy_each():
-    cache = RadixCache(BlockPool(20_000), 16)
-    tokens = [number % 97 for number in range(20_000 * 16)]
-    put(cache, tokens)
-    start = time.perf_counter()
-    for _ in range(10_000):
-        cache.evict(1)
-    assert time.perf_counter() - start < 1
-    told = cache.explain(NS, tokens)
-    assert (told.cached_tokens, told.tokens(EVICTED)) == (160_000, 160_000)
 
 
 def test_results_are_plain_values(cache):

@@ -35,7 +35,7 @@ class Branch:
 class Mirror:
     """A real cache and the oracle, driven side by side."""
 
-    def __init__(self, num_blocks: int, block_size: int, policy: str, *, ghost_tokens: int = 10**9) -> None:
+    def __init__(self, num_blocks: int, block_size: int, policy: str, *, ghost_bytes: int = 10**9) -> None:
         budget = max(1, num_blocks // 2)
         self.naive = NaiveCache(num_blocks, block_size, policy, budget)
         self.real = RadixCache(
@@ -43,7 +43,7 @@ class Mirror:
             block_size,
             policy=policy,
             max_pinned_blocks=budget,
-            ghost_tokens=ghost_tokens,
+            ghost_bytes=ghost_bytes,
             clock=lambda: self.naive.now,
         )
         self.leases: list[tuple[Lease, NaiveLease]] = []
