@@ -1,185 +1,384 @@
-"""Random programs of requests on a real model, run step by step, with every row of logits recorded."""
+"""Random programs of requests and branches on a real model; every output is compared with the same request alone."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Coroutine
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+from stepped_engine import Lab, Record, SteppedEngine
 
-from phloem.kernels.attention import AttentionSpec, make_backend
-from phloem.kernels.kv_store import PagedKVStore
-from phloem.radix import BlockPool, Namespace, RadixCache
-from phloem.runtime import SamplingParams
-from phloem.runtime.model_runner import ModelRunner
-from phloem.runtime.models.decoder import Decoder
-from phloem.runtime.models.loading import LoadedModel, load_model
+from phloem.radix import Namespace
+from phloem.runtime import Branch, BranchReleased, Completion, Grammar, SamplingParams
+from phloem.runtime.branch import Score
+from phloem.runtime.generation import QueueSink
 from phloem.runtime.path import Path as TokenPath
-from phloem.runtime.path_cache import PathCache
 from phloem.runtime.request import Request
-from phloem.runtime.scheduler import Scheduler
+
+ACTIONS = {
+    "requests": 12, "open": 10, "append": 10, "generate": 20, "fork": 10, "at": 8, "expand": 6, "score": 12, "next": 3,
+    "release": 6, "abort": 5, "clear": 1,
+}  # fmt: skip
+GRAMMAR = Grammar.regex("[a-d]{1,3} and [0-9]+")
+MAX_BRANCHES = 12
 
 
-class RecordingDecoder:
-    """A decoder that keeps the logits it gave last."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
-        self.forward = decoder.forward
-        self.last: torch.Tensor | None = None
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        found = self.decoder.logits(hidden)
-        self.last = found.clone()
-        return found
-
-
-@dataclass
-class Outcome:
-    """What one request gave: its tokens, and the logits that each was drawn from."""
-
-    request: Request
-    logits: list[torch.Tensor] = field(default_factory=list)
-
-
-class Lab:
-    """One loaded model with one store; runs schedulers over it."""
-
-    def __init__(
-        self, path: Path, *, num_blocks: int, block_size: int, dtype: torch.dtype, backend: str = "cpu"
-    ) -> None:
-        self.loaded: LoadedModel = load_model(path, dtype=dtype)
-        model = self.loaded.config
-        self.store = PagedKVStore(
-            num_layers=model.num_layers, num_blocks=num_blocks, block_size=block_size,
-            num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype,
-        )  # fmt: skip
-        # What is never written must never be read: one NaN would show in every logit after it.
-        self.store.data.fill_(torch.nan)
-        spec = AttentionSpec(
-            model.num_q_heads, model.num_kv_heads, model.head_dim, model.num_layers,
-            logits_soft_cap=model.attn_logits_soft_cap, windows=model.windows,
-        )  # fmt: skip
-        self.recorder = RecordingDecoder(self.loaded.decoder)
-        self.runner = ModelRunner(
-            self.recorder, self.store, make_backend(backend, spec, self.store), eos_ids=model.eos_token_ids
-        )
-
-    def scheduler(
-        self, *, num_blocks: int | None = None, policy: str = "lru", **options: int | bool
-    ) -> Scheduler:
-        limits: dict[str, int | bool] = {"max_running": 8, "max_step_tokens": 64, **options}
-        pool = BlockPool(num_blocks or self.store.num_blocks)
-        cache = RadixCache(pool, block_size=self.store.block_size, policy=policy)
-        return Scheduler(PathCache(cache, prefix_cache=bool(limits.pop("prefix_cache", True))), **limits)
-
-    def request(
-        self, name: str, tokens: Sequence[int], *, max_tokens: int, salt: str | None, seed: int | None
-    ) -> Request:
-        temperature = 0.0 if seed is None else 1.0
-        return Request(
-            id=name, path=TokenPath(Namespace(salt=salt), array("i", tokens)),
-            params=SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True),
-            seed=seed or 0, max_len=len(tokens) + max_tokens,
-        )  # fmt: skip
-
-    def step(self, scheduler: Scheduler, outcomes: dict[str, Outcome]) -> None:
-        batch = scheduler.schedule()
-        assert not batch.refused
-        if not batch.rows:
-            return
-        self.runner.copy_rows(batch.copies)
-        results = self.runner.run(batch)
-        scheduler.commit(batch.rows)
-        drawn = iter(self.recorder.last if any(row.samples for row in batch.rows) else ())
-        for result in results:
-            assert result.is_finite
-            if result.token_id is not None:
-                request = result.row.request
-                outcomes[request.id].logits.append(next(drawn))
-                request.tokens.append(result.token_id)
-                if len(request.tokens) >= request.max_len:
-                    scheduler.finish(request)
-        scheduler.paths.cache.check()
-
-    def alone(self, request: Request) -> Outcome:
-        """The same request with nothing around it, the cache off, and its prompt in one piece."""
-        prompt = request.tokens[: request.num_prompt_tokens]
-        seed = request.seed if request.params.temperature else None
-        again = self.request(
-            "alone", prompt, max_tokens=request.max_len - len(prompt), salt=request.namespace.salt, seed=seed
-        )
-        scheduler = self.scheduler(prefix_cache=False, max_step_tokens=4096)
-        scheduler.add(again)
-        outcomes = {"alone": Outcome(again)}
-        while scheduler.has_work:
-            self.step(scheduler, outcomes)
-        return outcomes["alone"]
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Report:
     """What a program did besides giving the right answers."""
 
-    cached_tokens: int
-    preemptions: int
-    evictions: int
-    compared: int
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    rows_copied: int = 0
+    shared_tails: int = 0
+    """Forks that shared a partly filled block."""
+
+    forks_of_running: int = 0
+    """Forks of branches that were generating."""
+
+    aborts: int = 0
+    scores: int = 0
+    compared: int = 0
+    """Requests that were run again alone, and agreed."""
+
+    compared_rows: int = 0
+    """Rows of logits that had the same bits."""
+
+    def add(self, other: Report) -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
-def run_program(lab: Lab, seed: int, *, num_requests: int, longest: int) -> Report:
+@dataclass(slots=True)
+class Job:
+    """A call that waits for its answer."""
+
+    task: asyncio.Task[None]
+    branch: Branch | None
+
+
+@dataclass(slots=True)
+class Scored:
+    """The answer to a score."""
+
+    tokens: list[int]
+    score: Score
+
+
+@dataclass(slots=True)
+class Limits:
+    """How large a program is."""
+
+    longest: int
+    """Tokens in the longest path."""
+
+    num_actions: int
+
+
+class Program:
+    """Does random things with one engine, step by step; the same things for the same seed."""
+
+    def __init__(
+        self, engine: SteppedEngine, draw: random.Random, limits: Limits, *, is_crowded: bool
+    ) -> None:
+        self.engine = engine
+        self.draw = draw
+        self.limits = limits
+        self.report = Report()
+        self.branches: list[Branch] = []
+        self.released: set[Branch] = set()
+        self.jobs: list[Job] = []
+        self.completions: list[Completion] = []
+        self.scores: list[Scored] = []
+        self.max_new_tokens = limits.longest // 3 if is_crowded else 8
+        self.longest_prompt = limits.longest // 5 if is_crowded else limits.longest - 12
+        vocabulary = engine.model.vocab_size
+        self.bases = [[draw.randrange(vocabulary) for _ in range(limits.longest - 8)] for _ in range(2)]
+
+    async def run(self) -> None:
+        """Do it all, until nothing is left to do; prove that nothing was lost."""
+        names, weights = list(ACTIONS), list(ACTIONS.values())
+        for _ in range(self.limits.num_actions):
+            [name] = self.draw.choices(names, weights)
+            getattr(self, f"_do_{name}")()
+            await self._settle()
+            self.engine.step(self.draw.choice([0, 0, 1, 2, 4]))
+            await self._settle()
+        self.engine.step()
+        await self._settle()
+        for job in self.jobs:
+            self._check_end(job)
+        for branch in self.branches:
+            branch.release()
+        self.engine.check()
+        stats = self.engine.stats()
+        assert stats.running == stats.waiting == 0
+        assert stats.cache.locked == stats.cache.private - stats.kept_tails == 0
+        self.report.computed_tokens = stats.computed_tokens
+        self.report.preemptions = stats.preemptions
+        self.report.evictions = stats.cache.evictions
+        self.report.rows_copied = self.engine.runner.rows_copied
+
+    async def _settle(self) -> None:
+        """Let waiting calls take what has come."""
+        for _ in range(8):
+            await asyncio.sleep(0)
+
+    def _check_end(self, job: Job) -> None:
+        assert job.task.done(), "somebody waits for an answer that does not come"
+        if not job.task.cancelled() and job.task.exception() is not None:
+            # A score or an expansion that had not started when its branch was released.
+            assert isinstance(job.task.exception(), BranchReleased), job.task.exception()
+            assert job.branch in self.released
+
+    # What there is to do
+
+    def _do_requests(self) -> None:
+        prompts = [self._prompt() for _ in range(self.draw.choice([1, 1, 2, 4]))]
+        n = self.draw.choice([1, 1, 1, 2, 3])
+        prompt_logprobs = self.draw.choice([None, None, None, 0, 2]) if n == 1 else None
+        room = self.limits.longest - max(map(len, prompts))
+        params = self._params(room, n=n, prompt_logprobs=prompt_logprobs)
+        self._start(self._generate_all(prompts, params, self._namespace()))
+
+    async def _generate_all(
+        self, prompts: list[list[int]], params: SamplingParams, namespace: Namespace | None
+    ) -> None:
+        self.completions += await self.engine.agenerate(prompts, params, namespace=namespace)
+
+    def _do_open(self) -> None:
+        if len(self.branches) < MAX_BRANCHES:
+            self.branches.append(self.engine.branch(self._prompt(), namespace=self._namespace()))
+
+    def _do_append(self) -> None:
+        branch = self._idle_branch(room=1)
+        if branch is not None:
+            branch.append(self._continuation(branch))
+
+    def _do_generate(self) -> None:
+        branch = self._idle_branch(room=1)
+        if branch is not None:
+            self._start(self._generate(branch, self._params(self._room(branch))), branch)
+
+    async def _generate(self, branch: Branch, params: SamplingParams) -> None:
+        self.completions.append(await branch.agenerate(params))
+
+    def _do_fork(self) -> None:
+        branch = self._any_branch()
+        if branch is not None and len(self.branches) < MAX_BRANCHES:
+            self._add_forks(branch, branch.fork(self.draw.randrange(1, 3)))
+
+    def _do_at(self) -> None:
+        branch = self._any_branch()
+        if branch is not None and len(self.branches) < MAX_BRANCHES:
+            self._add_forks(branch, [branch.at(self.draw.randrange(1, len(branch) + 1))])
+
+    def _add_forks(self, branch: Branch, forks: list[Branch]) -> None:
+        self.branches += forks
+        self.report.shared_tails += sum(fork._path.tail is not None for fork in forks)
+        self.report.forks_of_running += len(forks) if self._is_busy(branch) else 0
+
+    def _do_expand(self) -> None:
+        branch = self._any_branch(room=1)
+        if branch is not None and len(self.branches) < MAX_BRANCHES:
+            n = self.draw.randrange(1, 4)
+            self._start(self._expand(branch, n, self._params(self._room(branch))), branch)
+
+    async def _expand(self, branch: Branch, n: int, params: SamplingParams) -> None:
+        kids = await branch.aexpand(n, params)
+        self.branches += kids
+        self.completions += [kid.completion for kid in kids]
+
+    def _do_score(self) -> None:
+        branch = self._any_branch(room=1)
+        if branch is not None:
+            continuations = [self._continuation(branch) for _ in range(self.draw.randrange(1, 4))]
+            self._start(self._score(branch, branch.token_ids, continuations), branch)
+
+    async def _score(self, branch: Branch, tokens: list[int], continuations: list[list[int]]) -> None:
+        scores = await branch.ascore(continuations)
+        for continuation, score in zip(continuations, scores, strict=True):
+            self.scores.append(Scored(tokens + continuation, score))
+
+    def _do_next(self) -> None:
+        branch = self._any_branch(room=1)
+        if branch is not None:
+            with self.engine.running():
+                if self.draw.random() < 0.5:
+                    branch.next_token_logprobs(top=3)
+                else:
+                    branch.next_token_logprobs([5, 3, 200])
+
+    def _do_release(self) -> None:
+        branch = self._any_branch()
+        if branch is not None:
+            branch.release()
+            self.branches.remove(branch)
+            self.released.add(branch)
+
+    def _do_abort(self) -> None:
+        waiting = [job for job in self.jobs if not job.task.done()]
+        if waiting:
+            self.draw.choice(waiting).task.cancel()
+            self.report.aborts += 1
+
+    def _do_clear(self) -> None:
+        self.engine.clear_cache()
+
+    # Random parts
+
+    def _start(self, call: Coroutine[Any, Any, None], branch: Branch | None = None) -> None:
+        self.jobs.append(Job(asyncio.get_running_loop().create_task(call), branch))
+
+    def _prompt(self) -> list[int]:
+        base = self.draw.choice(self.bases)
+        return base[: self.draw.randrange(1, self.longest_prompt)] + self._few()
+
+    def _few(self) -> list[int]:
+        """Return up to three tokens, of few kinds, so that paths meet again after they parted."""
+        return [self.draw.randrange(3) for _ in range(self.draw.randrange(4))]
+
+    def _namespace(self) -> Namespace | None:
+        return self.draw.choice([None, None, None, Namespace(salt="a")])
+
+    def _params(self, room: int, **options: Any) -> SamplingParams:
+        draw = self.draw
+        return SamplingParams(
+            max_tokens=draw.randrange(1, min(self.max_new_tokens, room) + 1),
+            temperature=draw.choice([0, 1, 1]),
+            seed=draw.randrange(1000),
+            ignore_eos=draw.random() < 0.7,
+            logprobs=draw.choice([None, None, 0, 3]),
+            repetition_penalty=draw.choice([1.0, 1.0, 1.0, 1.3]),
+            grammar=draw.choice([None] * 7 + [GRAMMAR]),
+            **options,
+        )
+
+    def _continuation(self, branch: Branch) -> list[int]:
+        """Return what fits after a branch: some of a base's tokens, or a few others."""
+        base = self.draw.choice(self.bases)
+        start = self.draw.choice([len(branch), self.draw.randrange(len(base))])
+        tokens = base[start : start + self.draw.randrange(1, 30)] if self.draw.random() < 0.5 else self._few()
+        return tokens[: self._room(branch)] or [1]
+
+    def _room(self, branch: Branch) -> int:
+        return self.engine.max_model_len - len(branch)
+
+    def _is_busy(self, branch: Branch) -> bool:
+        loop = self.engine.loop
+        return loop.call(lambda: loop.scheduler.is_busy(branch._path)).result()
+
+    def _any_branch(self, *, room: int = 0) -> Branch | None:
+        fitting = [branch for branch in self.branches if self._room(branch) >= room]
+        return self.draw.choice(fitting) if fitting else None
+
+    def _idle_branch(self, *, room: int) -> Branch | None:
+        fitting = [
+            branch for branch in self.branches if self._room(branch) >= room and not self._is_busy(branch)
+        ]
+        return self.draw.choice(fitting) if fitting else None
+
+
+class Comparison:
+    """Runs each request of a program again: alone, with the cache off, its prompt in one piece."""
+
+    def __init__(self, warm: SteppedEngine, cold: SteppedEngine, report: Report) -> None:
+        self.records = warm.runner.records
+        self.cold = cold
+        self.report = report
+
+    def check_requests(self) -> None:
+        """Compare tokens, log-probabilities and every row of logits, also of what was aborted, as far as it came."""
+        for record in self.records.values():
+            if record.logits:
+                self._check_same(record, self._alone(record))
+                self.report.compared += 1
+                self.report.compared_rows += len(record.logits)
+                self.report.cached_tokens += record.request.cached_tokens or 0
+
+    def check_completions(self, completions: list[Completion]) -> None:
+        """Check that callers got what was recorded."""
+        for done in completions:
+            usage = done.usage
+            assert 0 <= usage.cached_tokens < usage.prompt_tokens
+            record = self.records.get(done.request_id)
+            if record is None:
+                assert done.finish_reason == "abort"
+                assert not done.token_ids
+                continue
+            output = dict(enumerate(done.token_ids, start=len(record.prompt)))
+            assert record.tokens.items() <= output.items()
+            assert usage.prompt_tokens == len(record.prompt)
+            assert usage.completion_tokens == len(output)
+            assert (done.prompt_logprobs or []) == record.scored
+            assert (done.logprobs or []) == record.sampled
+
+    def check_scores(self, scores: list[Scored]) -> None:
+        """Check that callers got the scores that were recorded."""
+        recorded = {
+            (tuple(record.prompt), record.logits_from): record.scored for record in self.records.values()
+        }
+        for each in scores:
+            found = recorded[tuple(each.tokens), len(each.tokens) - len(each.score.token_logprobs) - 1]
+            assert each.score.token_logprobs == found
+            assert [entry.token_id for entry in found] == each.tokens[-len(found) :]
+        self.report.scores += len(scores)
+
+    def _alone(self, record: Record) -> Record:
+        request, core = record.request, self.cold.core
+        again = Request(
+            id=core.next_request_id(),
+            path=TokenPath(request.namespace, array("i", record.prompt)),
+            params=request.params,
+            seed=request.seed,
+            max_len=max(record.tokens, default=len(record.prompt) - 1) + 1,
+            child_index=request.child_index,
+            logits_from=record.logits_from,
+            candidate_ids=request.candidate_ids,
+            constraint=core.constraint(request.params),
+        )
+        core.submit(again, QueueSink())
+        self.cold.step()
+        return self.cold.runner.records.pop(again.id)
+
+    def _check_same(self, warm: Record, cold: Record) -> None:
+        assert warm.tokens == cold.tokens, warm.request.id
+        assert warm.candidates == cold.candidates
+        assert warm.sampled == cold.sampled
+        assert warm.scored == cold.scored[: len(warm.scored)]
+        for position, row in warm.logits.items():
+            assert torch.equal(row, cold.logits[position]), (
+                f"other bits after position {position} of request {warm.request.id}"
+            )
+
+
+def run_program(lab: Lab, seed: int, limits: Limits) -> Report:
     """Run one random program, then each of its requests alone; assert equal tokens and equal bits of logits."""
     draw = random.Random(seed)
-    block_size = lab.store.block_size
-    num_blocks = min(lab.store.num_blocks, draw.choice([1, 2, 3, 8]) * -(-longest // block_size) + 1)
-    scheduler = lab.scheduler(
-        num_blocks=num_blocks,
-        policy=draw.choice(["lru", "lfu", "fifo"]),
-        max_running=draw.choice([1, 2, 8]),
+    block_size = draw.choice([2, 4, 8, 16])
+    longest = -(-limits.longest // block_size)
+    # In a crowd, many short prompts run at once, and outgrow together a memory that holds the longest path and no more.
+    is_crowded = draw.random() < 0.3
+    engine = lab.engine(
+        block_size=block_size,
+        num_blocks=(1 if is_crowded else draw.choice([1, 2, 3, 8])) * longest + draw.randrange(2),
+        max_model_len=limits.longest,
+        eviction_policy=draw.choice(["lru", "lfu", "fifo"]),
+        max_running=8 if is_crowded else draw.choice([1, 2, 8]),
         max_step_tokens=draw.choice([1, 7, 16, 33, 64, 512]),
     )
-    vocabulary = lab.loaded.config.vocab_size
-    bases = [[draw.randrange(vocabulary) for _ in range(longest - 8)] for _ in range(2)]
-    outcomes: dict[str, Outcome] = {}
-    aborted: set[str] = set()
-    for number in range(num_requests):
-        base = draw.choice(bases)
-        prompt = base[: draw.randrange(1, len(base) - 4)] + [
-            draw.randrange(vocabulary) for _ in range(draw.randrange(4))
-        ]
-        request = lab.request(
-            str(number), prompt, max_tokens=draw.randrange(1, 8), salt=draw.choice([None, None, None, "a"]),
-            seed=draw.choice([None, number]),
-        )  # fmt: skip
-        outcomes[request.id] = Outcome(request)
-        scheduler.add(request)
-        for _ in range(draw.randrange(6)):
-            if scheduler.has_work:
-                lab.step(scheduler, outcomes)
-        if draw.random() < 0.1:
-            victim = draw.choice(list(outcomes))
-            scheduler.finish(outcomes[victim].request)
-            aborted.add(victim)
-    while scheduler.has_work:
-        lab.step(scheduler, outcomes)
-    stats = scheduler.paths.cache.stats()
-    assert stats.locked == stats.private - len(scheduler.paths.tails) == 0
-    whole = [outcome for name, outcome in outcomes.items() if name not in aborted]
-    for outcome in whole:
-        cold = lab.alone(outcome.request)
-        assert outcome.request.output_ids == cold.request.output_ids, (
-            f"request {outcome.request.id} of program {seed}"
-        )
-        for index, (warm_row, cold_row) in enumerate(zip(outcome.logits, cold.logits, strict=True)):
-            assert torch.equal(warm_row, cold_row), (
-                f"bits of token {index} of request {outcome.request.id}, program {seed}"
-            )
-    return Report(
-        cached_tokens=sum(outcome.request.cached_tokens for outcome in whole),
-        preemptions=scheduler.preemptions,
-        evictions=stats.evictions,
-        compared=len(whole),
-    )
+    cold = lab.engine(block_size=block_size, num_blocks=longest, prefix_cache=False, max_step_tokens=4096)
+    with engine, cold:
+        program = Program(engine, draw, limits, is_crowded=is_crowded)
+        asyncio.run(program.run())
+        comparison = Comparison(engine, cold, program.report)
+        comparison.check_requests()
+        comparison.check_completions(program.completions)
+        comparison.check_scores(program.scores)
+    return program.report

@@ -1,0 +1,183 @@
+"""The real engine with its real branches, but each step runs when a test says so, and every row of logits is recorded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phloem.radix import Namespace
+from phloem.runtime import Engine, EngineConfig
+from phloem.runtime.batch import Batch, Row, RowCopy
+from phloem.runtime.engine import _make_runner, _make_scheduler, _make_store
+from phloem.runtime.engine_core import EngineCore
+from phloem.runtime.engine_loop import EngineLoop
+from phloem.runtime.grammar import GrammarCompiler
+from phloem.runtime.model_runner import ModelRunner, RowResult
+from phloem.runtime.models.decoder import Decoder
+from phloem.runtime.models.loading import load_model
+from phloem.runtime.outputs import TokenLogprob
+from phloem.runtime.request import Request
+
+ENDLESS = sys.maxsize
+
+
+@dataclass(slots=True)
+class Record:
+    """What the model gave for one request, whatever became of it."""
+
+    request: Request
+    prompt: list[int]
+    logits_from: int | None
+    """As it was at first: it moves on while the request runs."""
+
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By the position of the token that they follow."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    """The tokens that were sampled, by their position."""
+
+    scored: list[TokenLogprob] = field(default_factory=list)
+    sampled: list[TokenLogprob] = field(default_factory=list)
+    candidates: tuple[float, ...] = ()
+
+
+class RecordingDecoder:
+    """A decoder that keeps the logits of a step."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.forward = decoder.forward
+        self._logits = decoder.logits
+        self.seen: list[torch.Tensor] = []
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = self._logits(hidden)
+        self.seen += found.clone()  # the sampler changes its rows
+        return found
+
+
+class RecordingRunner:
+    """A model runner that notes what each request got. Every number must be finite."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.decoder = RecordingDecoder(runner.decoder)
+        runner.decoder = self.decoder
+        self.close = runner.close
+        self.records: dict[str, Record] = {}
+        self.rows_copied = 0
+
+    def copy_rows(self, copies: Sequence[RowCopy]) -> None:
+        self.rows_copied += sum(copy.num_rows for copy in copies)
+        self.runner.copy_rows(copies)
+
+    def run(self, batch: Batch) -> list[RowResult]:
+        records = [self._record(row) for row in batch.rows]
+        self.decoder.seen.clear()
+        results = self.runner.run(batch)
+        assert all(result.is_finite for result in results)
+        logits = iter(self.decoder.seen)
+        for record, row in zip(records, batch.rows, strict=True):
+            for position in row.scored:
+                assert position not in record.logits, "each position once"
+                record.logits[position] = next(logits)
+        for record, result in zip(records, results, strict=True):
+            record.scored += result.scored
+            if result.token_id is not None:
+                record.logits[result.row.end - 1] = next(logits)
+                record.tokens[result.row.end] = result.token_id
+                record.candidates = record.candidates or result.candidates
+                record.sampled += [] if result.sampled is None else [result.sampled]
+        assert next(logits, None) is None
+        return results
+
+    def _record(self, row: Row) -> Record:
+        request = row.request
+        if request.id not in self.records:
+            prompt = request.tokens[: request.num_prompt_tokens].tolist()
+            self.records[request.id] = Record(request, prompt, request.logits_from)
+        return self.records[request.id]
+
+
+class SteppedLoop(EngineLoop):
+    """The engine's loop, taking commands in their order, and steps in between only as many as it was allowed.
+
+    An error, also one in a command, ends it: all that wait get it.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._allowed = 0
+        super().__init__(*args, **options)
+
+    def allow(self, steps: int) -> Future[None]:
+        """Let so many steps run, while there is work, before any later command is taken."""
+
+        def set_allowed() -> None:
+            self._allowed = steps
+
+        return self.call(set_allowed)
+
+    def _run_commands(self) -> None:
+        while not self._closing and not (self._allowed and self.scheduler.has_work):
+            self._commands.get()()
+        self._allowed -= 1
+
+    def _step(self) -> None:
+        super()._step()
+        self.scheduler.paths.cache.check()
+
+
+class SteppedEngine(Engine):
+    """An engine over a model that is loaded already. Calls that wait need `running()` around them."""
+
+    def __init__(self, core: EngineCore, loop: SteppedLoop, runner: RecordingRunner) -> None:
+        self._core = core
+        self.model, self.tokenizer, self.max_model_len = core.model, core.tokenizer, core.max_model_len
+        self.core, self.loop, self.runner = core, loop, runner
+
+    def step(self, count: int = ENDLESS) -> None:
+        """Run so many steps, or until there is nothing left to do."""
+        self.loop.allow(count)
+        self.loop.allow(0).result()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run steps as they come."""
+        self.loop.allow(ENDLESS)
+        yield
+        self.loop.allow(0).result()
+
+
+class Lab:
+    """One loaded model, on which engines are built."""
+
+    def __init__(self, path: Path, *, dtype: torch.dtype, num_threads: int) -> None:
+        self.loaded = load_model(path, dtype=dtype)
+        self.grammars = GrammarCompiler(self.loaded.tokenizer, self.loaded.config.vocab_size)
+        self.num_threads = num_threads
+
+    def engine(self, **options: Any) -> SteppedEngine:
+        """Make an engine whose KV memory holds NaN wherever nothing was written: one read of that shows in all that follows."""
+        config = EngineConfig(num_threads=self.num_threads, **options)
+        store = _make_store(self.loaded, config)
+        store.data.fill_(torch.nan)
+        runner = RecordingRunner(_make_runner(self.loaded, store, config))
+        loop = SteppedLoop(
+            _make_scheduler(store, config), runner, self.loaded.tokenizer, num_threads=self.num_threads
+        )
+        core = EngineCore(
+            model=self.loaded.config,
+            tokenizer=self.loaded.tokenizer,
+            loop=loop,
+            identity=Namespace(model=self.loaded.fingerprint),
+            max_model_len=min(config.max_model_len or sys.maxsize, store.num_blocks * store.block_size),
+            grammars=self.grammars,
+            length_advice="the limit is {limit}{room}",
+        )
+        return SteppedEngine(core, loop, runner)
