@@ -20,16 +20,16 @@ from phloem.kernels.attention import AttentionSpec, check_fit, check_plan
 from phloem.kernels.device_copy import PlanFence, on_device, stage
 from phloem.kernels.flashinfer_calls import (
     AttentionCall,
+    Kwargs,
     PagedRows,
     decode_plan_kwargs,
     decode_wrapper_kwargs,
     merge_kwargs,
     prefill_plan_kwargs,
-    prefill_workspace_kwargs,
     prefill_wrapper_kwargs,
     run_kwargs,
 )
-from phloem.kernels.flashinfer_library import FlashInferLibrary, load_flashinfer
+from phloem.kernels.flashinfer_library import FlashInferLibrary, PagedWrapper, load_flashinfer
 from phloem.kernels.flashinfer_options import FlashInferOptions, attention_calls, can_merge, check_queries
 from phloem.kernels.flashinfer_rows import Layout, SharedRows, choose_groups, exact_layout, fast_layout
 from phloem.kernels.kv_store import PagedKVStore
@@ -130,7 +130,6 @@ class _Lane:
     def __init__(self, library: FlashInferLibrary, call: AttentionCall, workspace: torch.Tensor) -> None:
         self._library = library
         self._call = call
-        self._workspace = workspace
         self._layout = Layout(None, None, None, None)
         prefill = prefill_wrapper_kwargs(workspace)
         self._prefill = library.prefill_wrapper(**prefill)
@@ -143,13 +142,12 @@ class _Lane:
         self._layout = Layout(None, None, None, None)
         call = self._call
         if layout.decode is not None:
-            self._decode.plan(**decode_plan_kwargs(call, layout.decode))
+            plan_wrapper(self._decode, decode_plan_kwargs(call, layout.decode))
         if layout.prefill is not None:
-            self._check_workspace(layout.prefill)
-            self._prefill.plan(**prefill_plan_kwargs(call, layout.prefill, causal=True))
+            plan_wrapper(self._prefill, prefill_plan_kwargs(call, layout.prefill, causal=True))
         if layout.shared is not None:
-            self._prefix.plan(**prefill_plan_kwargs(call, layout.shared.prefix, causal=False))
-            self._suffix.plan(**prefill_plan_kwargs(call, layout.shared.suffix, causal=True))
+            plan_wrapper(self._prefix, prefill_plan_kwargs(call, layout.shared.prefix, causal=False))
+            plan_wrapper(self._suffix, prefill_plan_kwargs(call, layout.shared.suffix, causal=True))
         self._layout = layout
 
     def run(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -180,16 +178,22 @@ class _Lane:
         _, prefix_lse = self._prefix.run(**run_kwargs(self._call, q, kv, prefix, return_lse=True))
         self._library.merge_state_in_place(**merge_kwargs(out, lse, prefix, prefix_lse))
 
-    def _check_workspace(self, rows: PagedRows) -> None:
-        """Fixed splits alone have no bound on what they need."""
-        if self._call.split_pages is None:
-            return
-        needed, _ = self._prefill.workspace_size(**prefill_workspace_kwargs(self._call, rows, causal=True))
-        if needed > self._workspace.numel():
-            raise PlanError(
-                f"{rows.num_tokens} tokens in fixed splits need {needed} bytes of workspace, "
-                f"there are {self._workspace.numel()}; raise workspace_bytes or split_tokens, or run fewer tokens a step"
-            )
+
+def plan_wrapper(wrapper: PagedWrapper, kwargs: Kwargs) -> None:
+    """Plan, and tell what to do where scratch memory is short.
+
+    Raises:
+        PlanError: it is.
+    """
+    try:
+        wrapper.plan(**kwargs)
+    except RuntimeError as error:
+        if "workspace" not in str(error):
+            raise
+        raise PlanError(
+            "the step's partial results don't fit the workspace; raise workspace_bytes, "
+            f"split less often (split_tokens), or run fewer tokens a step: {error}"
+        ) from error
 
 
 def write_kv(

@@ -127,16 +127,18 @@ def reset_workspace_kwargs(workspace: torch.Tensor, int_workspace: torch.Tensor)
 def prefill_plan_kwargs(call: AttentionCall, rows: PagedRows, *, causal: bool) -> Kwargs:
     """Of the prefill wrapper's `plan`. Causal rows are aligned bottom-right: the queries are the last tokens."""
     return {
-        **_prefill_rows(call, rows),
-        **_masks(call, rows),
+        "qo_indptr": rows.qo_indptr,
+        "paged_kv_indptr": rows.kv_indptr,
+        "paged_kv_indices": rows.kv_indices,
+        "paged_kv_last_page_len": rows.kv_last_page_len,
+        "num_qo_heads": call.spec.num_q_heads,
+        "num_kv_heads": call.spec.num_kv_heads,
+        "head_dim_qk": call.spec.head_dim,
+        "page_size": call.block_size,
         "causal": causal,
         "max_token_per_sequence": rows.max_count,
+        **_masks(call, rows),
     }
-
-
-def prefill_workspace_kwargs(call: AttentionCall, rows: PagedRows, *, causal: bool) -> Kwargs:
-    """Of the prefill wrapper's `workspace_size`, which answers in bytes for the same plan."""
-    return {**_prefill_rows(call, rows), **_masks(call, rows), "causal": causal}
 
 
 def decode_plan_kwargs(call: AttentionCall, rows: PagedRows) -> Kwargs:
@@ -176,16 +178,32 @@ def merge_kwargs(
     return {"v": out, "s": lse, "v_other": other, "s_other": other_lse}
 
 
-def _prefill_rows(call: AttentionCall, rows: PagedRows) -> Kwargs:
+def rms_norm_kwargs(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Kwargs:
+    """Of `rmsnorm`: rows `[num_tokens, hidden]` or `[num_tokens, num_heads, head_dim]`."""
+    return {"input": x, "weight": weight, "eps": eps}
+
+
+def silu_and_mul_kwargs(gate_up: torch.Tensor) -> Kwargs:
+    """Of `silu_and_mul`: `[num_tokens, 2 * width]`, gate before up."""
+    return {"input": gate_up}
+
+
+def rope_kwargs(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> Kwargs:
+    """Of `apply_rope_with_cos_sin_cache`: q and k `[num_tokens, num_heads, head_dim]`, rotated by halves.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        positions: Integer `[num_tokens]`.
+        table: float32 `[max_position, rotary_dim]`, cosines before sines.
+    """
     return {
-        "qo_indptr": rows.qo_indptr,
-        "paged_kv_indptr": rows.kv_indptr,
-        "paged_kv_indices": rows.kv_indices,
-        "paged_kv_last_page_len": rows.kv_last_page_len,
-        "num_qo_heads": call.spec.num_q_heads,
-        "num_kv_heads": call.spec.num_kv_heads,
-        "head_dim_qk": call.spec.head_dim,
-        "page_size": call.block_size,
+        "positions": positions,
+        "query": q.flatten(1),
+        "key": k.flatten(1),
+        "head_size": q.shape[2],
+        "cos_sin_cache": table,
+        "is_neox": True,
     }
 
 

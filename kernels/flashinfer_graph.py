@@ -17,7 +17,7 @@ import torch
 
 from phloem.kernels.attention import check_plan
 from phloem.kernels.device_copy import PlanFence, on_device, stage
-from phloem.kernels.flashinfer import FlashInferBackend, write_kv
+from phloem.kernels.flashinfer import FlashInferBackend, plan_wrapper, write_kv
 from phloem.kernels.flashinfer_calls import (
     AttentionCall,
     GraphBuffers,
@@ -164,9 +164,9 @@ class _GraphLane:
     def plan(self, rows: PagedRows) -> None:
         """Plan exactly `num_rows` rows."""
         if self._is_exact:
-            self._wrapper.plan(**prefill_plan_kwargs(self.call, rows, causal=True))
+            plan_wrapper(self._wrapper, prefill_plan_kwargs(self.call, rows, causal=True))
         else:
-            self._wrapper.plan(**decode_plan_kwargs(self.call, rows))
+            plan_wrapper(self._wrapper, decode_plan_kwargs(self.call, rows))
 
     def run(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """One layer of the step."""

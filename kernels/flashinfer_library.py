@@ -42,20 +42,17 @@ class PagedWrapper(Protocol):
         """Use other scratch memory."""
 
 
-class PagedPrefillWrapper(PagedWrapper, Protocol):
-    """The prefill wrapper can tell what a plan needs."""
-
-    def workspace_size(self, **kwargs: Any) -> tuple[int, int]:
-        """Bytes of scratch memory that a plan needs: of floats, of integers."""
-
-
 @dataclass(frozen=True, slots=True)
 class FlashInferLibrary:
     """FlashInfer's entry points; the tests put an emulator here."""
 
-    prefill_wrapper: Callable[..., PagedPrefillWrapper]
+    prefill_wrapper: Callable[..., PagedWrapper]
     decode_wrapper: Callable[..., PagedWrapper]
     merge_state_in_place: Callable[..., None]
+    rmsnorm: Callable[..., Any]
+    silu_and_mul: Callable[..., Any]
+    apply_rope: Callable[..., Any]
+    """`apply_rope_with_cos_sin_cache`."""
 
 
 def load_flashinfer() -> FlashInferLibrary:
@@ -72,6 +69,9 @@ def load_flashinfer() -> FlashInferLibrary:
         prefill_wrapper=flashinfer.BatchPrefillWithPagedKVCacheWrapper,
         decode_wrapper=flashinfer.BatchDecodeWithPagedKVCacheWrapper,
         merge_state_in_place=flashinfer.merge_state_in_place,
+        rmsnorm=flashinfer.rmsnorm,
+        silu_and_mul=flashinfer.silu_and_mul,
+        apply_rope=flashinfer.apply_rope_with_cos_sin_cache,
     )
 
 

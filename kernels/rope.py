@@ -7,6 +7,7 @@ its table is chosen once, for `max_position`, the longest path that the engine a
 """
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -119,6 +120,12 @@ class RotaryEmbedding:
         cos = self._cos[positions].unsqueeze(1)
         signed_sin = self._signed_sin[positions].unsqueeze(1)
         return self._rotate(q, cos, signed_sin), self._rotate(k, cos, signed_sin)
+
+    def to(self, device: torch.device) -> "RotaryEmbedding":
+        """A twin whose tables are on a device, for tensors there."""
+        twin = copy(self)
+        twin._cos, twin._signed_sin = self._cos.to(device), self._signed_sin.to(device)
+        return twin
 
     def cos_sin(self) -> torch.Tensor:
         """The table as FlashInfer reads it: float32 `[max_position, rotary_dim]`, cosines before sines. A copy."""

@@ -12,6 +12,7 @@ from flashinfer_steps import SMALL, WINDOWED, family, family_steps, make, with_g
 from phloem.kernels.activation import silu_and_mul
 from phloem.kernels.flashinfer_library import why_no_package
 from phloem.kernels.flashinfer_options import FlashInferOptions
+from phloem.kernels.fused_ops import flashinfer_ops
 from phloem.kernels.norm import rms_norm
 from phloem.kernels.plan import AttentionPlan, PlanRow
 from phloem.kernels.rope import RotaryEmbedding
@@ -60,13 +61,20 @@ def test_every_call_of_every_mode_fits_the_installed_signatures() -> None:
                     paths.run(make(paths, emulation, options), family_steps(paths))
                     graphs = with_graphs(paths, emulation, 4, options)
                     paths.run(graphs, [*at_once(paths.lengths[:1]), [(0, 1, 1)]])
+    ops = flashinfer_ops(emulation.library())
+    ops.rms_norm(torch.ones(2, 64).half(), torch.ones(64).half(), 1e-5)
+    ops.silu_and_mul(torch.ones(2, 64).half())
+    rotate = ops.make_rotate(RotaryEmbedding(64, max_position=4), torch.device("cpu"))
+    rotate(torch.ones(2, 3, 64).half(), torch.ones(2, 1, 64).half(), torch.tensor([0, 3]))
     prefill, decode = EmulatedPrefill.name, EmulatedDecode.name
     methods = ("", ".plan", ".run", ".reset_workspace_buffer")
     assert set(names) == {
         *(prefill + method for method in methods),
         *(decode + method for method in methods),
-        f"{prefill}.workspace_size",
         "merge_state_in_place",
+        "rmsnorm",
+        "silu_and_mul",
+        "apply_rope_with_cos_sin_cache",
     }
     # the names that only some modes use were used
     assert "fixed_split_size" in names[f"{prefill}.plan"]
@@ -77,7 +85,7 @@ def test_every_call_of_every_mode_fits_the_installed_signatures() -> None:
 
 @pytest.mark.parametrize("emulated", [EmulatedPrefill, EmulatedDecode])
 def test_the_emulator_takes_no_argument_that_flashinfer_has_not(emulated: type) -> None:
-    for method in ("__init__", "plan", "run", "reset_workspace_buffer", "workspace_size"):
+    for method in ("__init__", "plan", "run", "reset_workspace_buffer"):
         if hasattr(emulated, method):
             own = set(inspect.signature(getattr(emulated, method)).parameters) - {"self", "emulation"}
             name = emulated.name + ("" if method == "__init__" else f".{method}")  # type: ignore[attr-defined]

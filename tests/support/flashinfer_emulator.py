@@ -48,12 +48,18 @@ class Emulation:
         return FlashInferLibrary(
             prefill_wrapper=lambda **kwargs: _Seen(self, EmulatedPrefill, kwargs),
             decode_wrapper=lambda **kwargs: _Seen(self, EmulatedDecode, kwargs),
-            merge_state_in_place=self._merge,
+            merge_state_in_place=self._seen("merge_state_in_place", self.merge_state_in_place),
+            rmsnorm=self._seen("rmsnorm", rmsnorm),
+            silu_and_mul=self._seen("silu_and_mul", silu_and_mul),
+            apply_rope=self._seen("apply_rope_with_cos_sin_cache", apply_rope),
         )
 
-    def _merge(self, **kwargs: Any) -> None:
-        self.see("merge_state_in_place", kwargs)
-        self.merge_state_in_place(**kwargs)
+    def _seen(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(**kwargs: Any) -> Any:
+            self.see(name, kwargs)
+            return function(**kwargs)
+
+        return call
 
     def merge_state_in_place(
         self, v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor
@@ -304,35 +310,19 @@ class EmulatedPrefill(_Paged):
             step=self.emulation.step,
         )
         self._take(rows, seq_lens, problem)
+        self._allocate(problem, counts, seq_lens)
 
-    def workspace_size(
-        self,
-        *,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        causal: bool,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-        seq_lens: torch.Tensor,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-    ) -> tuple[int, int]:
-        """FlashInfer's own sum for fixed splits: a float32 tile per row, head, query tile and chunk."""
-        packed = (qo_indptr[1:] - qo_indptr[:-1]) * (num_qo_heads // num_kv_heads)
-        tile = query_tile(int(packed.sum()) // len(packed), head_dim_qk)
-        chunk = (fixed_split_size or 1 << 30) * page_size
-        tiles = int((-(-packed // tile) * -(-seq_lens // chunk)).sum())
-        is_split = bool((seq_lens > chunk).any())
-        return tiles * num_qo_heads * tile * (head_dim_qk + 1) * 4 * is_split, 1 << 16
+    def _allocate(self, problem: _Problem, counts: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """FlashInfer's sum for fixed splits: a float32 tile and its sums per row, head, query tile and chunk."""
+        if problem.chunk is None or not bool((seq_lens > problem.chunk).any()):
+            return
+        packed = counts * (problem.num_q_heads // problem.num_kv_heads)
+        tiles = int((-(-packed // problem.tile) * -(-seq_lens // problem.chunk)).sum())
+        needed = tiles * problem.num_q_heads * problem.tile * (problem.head_dim + 1) * 4
+        if needed > self.workspace.numel():
+            raise RuntimeError(
+                f"allocating {needed} of {self.workspace.numel()}. Increase the workspace buffer size."
+            )
 
 
 class EmulatedDecode(_Paged):
@@ -459,3 +449,40 @@ def attend_densely(
     weights = torch.softmax(scores, dim=-1)
     out = torch.einsum("hqk,khd->qhd", weights, values)
     return out, (torch.logsumexp(scores, dim=-1) / _LN2).T
+
+
+def rmsnorm(*, input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    require(input.dim() in (2, 3) and input.dtype == weight.dtype and input.itemsize == 2, "16-bit rows")
+    require(input.stride(-1) == 1, "rows are contiguous")
+    wide = input.double()
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()).to(input.dtype)
+
+
+def silu_and_mul(*, input: torch.Tensor) -> torch.Tensor:
+    require(input.itemsize == 2 and input.is_contiguous(), "16-bit rows, contiguous")
+    require(input.shape[-1] * input.itemsize % 16 == 0, "rows of whole vectors")
+    gate, up = input.double().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+
+
+def apply_rope(
+    *,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    require(is_neox and cos_sin_cache.dtype == torch.float32, "halves, float32 tables")
+    require(query.dim() == key.dim() == 2 and head_size in (64, 128, 256, 512), "flat heads of known sizes")
+    require(int(positions.max()) < len(cos_sin_cache), "positions are in the table")
+    cos, sin = cos_sin_cache[positions].double().unsqueeze(1).chunk(2, dim=-1)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(1, (-1, head_size)).double()
+        low, high, rest = heads.split((cos.shape[-1], cos.shape[-1], head_size - 2 * cos.shape[-1]), dim=-1)
+        turned = torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
+        return turned.flatten(1).to(x.dtype)
+
+    return rotate(query), rotate(key)
