@@ -18,7 +18,7 @@ that grows drops its hint.
 
 What it takes
 -------------
-Tokens are kept narrow (packing.py): two bytes each until one comes that needs three, as with vocabularies beyond 65,534,
+Tokens are kept narrow (packing.py): two bytes each until one comes that needs three, as with vocabularies beyond 65,280,
 or four; then all that is remembered is widened, at most twice in the ghost's life. A node takes some 250 bytes besides,
 whatever its length. So a token costs 2.9 bytes in all on paths with 300 own tokens, but 6.3 on tails of two to six blocks
 of 16 tokens. Since that depends on the traffic, what is bounded is the bytes and not the tokens: `num_bytes` charges each
@@ -87,14 +87,12 @@ class Ghost:
         than all that may be remembered is not.
         """
         place = self._place_of(leaf)
-        if place is None:
-            if self._bytes_alone(leaf) > self.max_bytes:
-                return
-            place = self._enter(leaf)
-        if place.children is None:
-            self.leaves.refresh(place)
-        while self.num_bytes > self.max_bytes:
-            self._forget_oldest()
+        if place is not None:
+            self._refresh(place)
+        elif self._bytes_alone(leaf) <= self.max_bytes:
+            self._enter(leaf)
+            while (excess := self.num_bytes - self.max_bytes) > 0:
+                self._forget_oldest(excess)
 
     def clear(self, namespace: Namespace | None) -> None:
         """Forgets what was evicted from a namespace, or from all. O(nodes forgotten)."""
@@ -116,7 +114,7 @@ class Ghost:
         place = node.ghost = covering(node.ghost, node.end)
         return place
 
-    def _enter(self, leaf: Node) -> GhostNode:
+    def _enter(self, leaf: Node) -> None:
         """Enters what is missing of a resident leaf's path: one node, however many resident ones it covers."""
         missing = [leaf]
         step = leaf.parent
@@ -132,7 +130,6 @@ class Ghost:
         place = self._add(self._split(place, step.end), edge, label=leaf.label)
         for node in missing:
             node.ghost = place
-        return place
 
     def _narrowed(self, packed: bytes) -> bytes:
         """The tokens as the tree has them, which is widened before if that is too narrow."""
@@ -161,6 +158,7 @@ class Ghost:
         end = self._split(place.node, place.num_blocks)
         rest = edge[(place.num_blocks - parent.end) * tree.block_bytes :]
         if not rest:
+            self._refresh(end)
             return end
         num_blocks = len(rest) // tree.block_bytes
         leaf = GhostNode(rest, end.end, end.end + num_blocks, label)
@@ -177,12 +175,17 @@ class Ghost:
             self.num_label_bytes += _label_bytes(upper)
         return upper
 
-    def _forget_oldest(self) -> None:
+    def _refresh(self, node: GhostNode) -> None:
+        """Makes `node` the leaf remembered last, if it is one."""
+        if node.children is None:
+            self.leaves.refresh(node)
+
+    def _forget_oldest(self, num_bytes: int) -> None:
         leaf = self.leaves.oldest()
-        excess = -(-(self.num_bytes - self.max_bytes) // self.tree.block_bytes)  # in blocks, rounded up
+        count = -(-num_bytes // self.tree.block_bytes)  # rounded up
         # To trim what is not long saves little, and leaves a node behind that must be forgotten too.
-        if 4 * excess <= leaf.end - leaf.start:
-            self.num_blocks -= len(self.tree.trim(leaf, excess))
+        if 4 * count <= leaf.end - leaf.start:
+            self.num_blocks -= len(self.tree.trim(leaf, count))
         else:
             self._drop(leaf)
 

@@ -11,7 +11,8 @@ True
 [7, 8, 9]
 
 What is kept for long and seldom read (ghost.py) is *narrow*: as many bytes a token as its vocabulary needs, two, three
-or four. The token of all ones, such as 0xffff of two bytes, stands for what does not fit; it equals no real token.
+or four. A token of two or three bytes is below 0xff00 or 0xff0000: all ones stand for what does not fit, and equal no
+real token.
 
 >>> [len(narrow_exactly(pack([7, token]), size)) for token, size in ((50_000, 2), (150_000, 3), (2**30, 4))]
 [4, 6, 8]
@@ -37,7 +38,10 @@ MAX_TOKEN = 2**31 - 1
 # `collections.abc.Buffer`, exists from Python 3.12 on only.
 Tokens: TypeAlias = "Sequence[int] | bytes | bytearray | memoryview | array[int]"
 
-_TOP_BYTE, _HIGH_HALF = (3, 1) if sys.byteorder == "little" else (0, 0)
+_LANES = (
+    (0, 1, 2, 3) if sys.byteorder == "little" else (3, 2, 1, 0)
+)  # where a token's bytes are, lowest first
+_TOP_BYTE = _LANES[3]
 _INTEGER_FORMATS = frozenset("iIlLqQ")
 
 
@@ -94,19 +98,17 @@ def common_tokens(a: bytes | bytearray, b: bytes | bytearray, *, token_bytes: in
 
 
 def narrow_exactly(packed: bytes, token_bytes: int) -> bytes | None:
-    """The path with `token_bytes` bytes a token, 2 to 4; None if a token does not fit, and seldom else. O(len)."""
-    num_tokens = len(packed) // TOKEN_BYTES
-    if token_bytes == 2:
-        halves = array("H", packed)  # picked apart faster than bytes are
-        high, narrowed = halves[_HIGH_HALF::2].tobytes(), halves[1 - _HIGH_HALF :: 2].tobytes()
-        fits = high == bytes(2 * num_tokens)
-    elif token_bytes == 3:
-        fits = packed[_TOP_BYTE::TOKEN_BYTES] == bytes(num_tokens)
-        narrowed = recode(packed, TOKEN_BYTES, 3)
-    else:
+    """The path with `token_bytes` bytes a token, 2 to 4; None if a token does not fit. O(len)."""
+    if token_bytes == TOKEN_BYTES:
         return packed
-    # All ones are no token; where they are seen across two tokens, a wider path does no harm.
-    return narrowed if fits and b"\xff" * token_bytes not in narrowed else None
+    for lane in _LANES[token_bytes:]:
+        if packed[lane::TOKEN_BYTES] != bytes(len(packed) // TOKEN_BYTES):
+            return None
+    if 255 in packed[_LANES[token_bytes - 1] :: TOKEN_BYTES]:
+        return None
+    if token_bytes == 2:  # halves are picked apart faster than bytes
+        return array("H", packed)[_LANES[0] // 2 :: 2].tobytes()
+    return recode(packed, TOKEN_BYTES, token_bytes)
 
 
 def narrow(packed: bytes, token_bytes: int) -> bytes:
@@ -114,9 +116,9 @@ def narrow(packed: bytes, token_bytes: int) -> bytes:
     narrowed = narrow_exactly(packed, token_bytes)
     if narrowed is not None:
         return narrowed
-    too_much = 256**token_bytes - 1
+    too_much = 255 * 256 ** (token_bytes - 1)
     tokens = unpack(packed)
-    fitting = next((index for index, token in enumerate(tokens) if token >= too_much), len(tokens))
+    fitting = next(index for index, token in enumerate(tokens) if token >= too_much)
     narrowed = recode(packed[: fitting * TOKEN_BYTES], TOKEN_BYTES, token_bytes)
     return narrowed + b"\xff" * (token_bytes * (len(tokens) - fitting))
 

@@ -3,6 +3,7 @@
 - *long path*: the match of one cached path of 131,072 tokens, beside a memory compare of the same bytes;
 - *scale*: the operations at 1,000 and at 100,000 cached paths (30 million tokens), which should cost the same;
 - *memory*: resident bytes per cached token;
+- *full ghost*: what it costs to remember evicted paths, in time and in bytes per token; and leases (ghost.py);
 - *contrast*: a hash chain and a trie over tokens, on the same queries.
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from phloem.radix.bench.alternatives import HashChain, TokenTrie
+from phloem.radix.bench.ghost import ghost_rows
 from phloem.radix.bench.timing import Row, median_us, resident_bytes
 from phloem.radix.bench.workload import Shape, paths, random_path
 from phloem.radix.cache import RadixCache
@@ -58,6 +60,7 @@ def run(*, quick: bool = False, progress: Progress = lambda message: None) -> li
     sizes = QUICK if quick else FULL
     rows = _long_path(sizes, progress)
     rows += _scale(sizes, progress)
+    rows += ghost_rows(sizes.large, sizes.samples, progress)
     progress("other indices")
     return rows + _contrast(sizes)
 

@@ -33,6 +33,9 @@ def test_the_benchmark_gives_rows_that_are_json(monkeypatch):
     plain = json.loads(json.dumps(as_json(rows)))
     assert {"group", "name", "value", "unit", "target", "met", "note"} == set(plain[0])
     assert {row.name for row in rows} >= {"1 node", "8 nodes", suite.MATCH, suite.EVICT}
+    per_token = [row.value for row in rows if row.unit == "bytes" and "full ghost" in row.group]
+    assert len(per_token) == 3
+    assert all(2 < value < 10 for value in per_token)
 
 
 def test_the_other_indices_find_what_they_were_given():

@@ -20,7 +20,7 @@ NAMESPACES = [Namespace(salt="x"), Namespace(adapter="x")]
 BLOCK_SIZES = [1, 2, 4, 16]
 LABELS = [None, "a", "b"]
 LIFETIMES = [1, 2, 5]
-LARGE_TOKENS = [65_534, 65_535, 2**24 - 2, 2**24 - 1, 2**31 - 1]
+LARGE_TOKENS = [0xFEFF, 0xFF00, 0xFFFF, 0xFF0000, 2**31 - 1]
 
 # Two tokens are enough to agree and to differ, and tiny pools evict all the time.
 bits = st.lists(st.integers(0, 1), max_size=12)
