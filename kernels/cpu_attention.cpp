@@ -10,11 +10,18 @@
 // and (m, l, O) of the spans are merged in span order. Masked keys are left out of every sum, never multiplied by zero,
 // so unwritten memory can't leak in. None of this mentions how many rows run together (register blocks of 1 to MAX_ROWS
 // rows do the same chains side by side), which thread runs a span, or where blocks lie: a row's bits can't depend on it.
+//
+// That freedom is what the work is cut by. A tile is a set of query rows that read the same blocks: those of one plan row, or,
+// over a prefix that many plan rows share, those of all of them, so that a shared key is loaded and packed once. First come the
+// items, single spans of a tile, whose partial results are kept; then each plan row's own tiles go over their spans in order
+// and merge, taking what is kept and computing the rest.
 // The file is compiled with -ffp-contract=off: products and sums fuse where `fma` is written, nowhere else.
 //
 // On machines with AVX512-BF16 and bf16 queries and keys, the score's chain is over pairs of dims (VDPBF16PS).
 
 #include "cpu_vectors.h"
+
+#include <algorithm>
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -87,17 +94,25 @@ void score_rows(const float* q, int q_stride, const float* panel, int num_steps,
 template <int M, int N, class T>
 void add_values(const float* p, const T* const* v, const T* const* next, int begin, int end, int dim, float* out,
                 int out_stride) {
+  // all loops over M and N are unrolled, or the sums live in memory
   Vec sum[M][N];
+#pragma GCC unroll 8
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
     for (int j = 0; j < N; j++) sum[m][j] = load(out + m * out_stride + dim + j * LANES);
   for (int key = begin; key < end; key++) {
     Vec x[N];
+#pragma GCC unroll 4
     for (int j = 0; j < N; j++) x[j] = load(v[key] + dim + j * LANES);
     for (int j = 0; j < N; j += 64 / LANES / int(sizeof(T))) __builtin_prefetch(next[key] + dim + j * LANES);
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
       for (int j = 0; j < N; j++) sum[m][j] = fma(splat(p[m * SPAN + key]), x[j], sum[m][j]);
   }
+#pragma GCC unroll 8
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
     for (int j = 0; j < N; j++) store(out + m * out_stride + dim + j * LANES, sum[m][j]);
 }
 
@@ -110,6 +125,15 @@ void add_all_dims(const float* p, const T* const* v, const T* const* next, int b
   for (; dim < padded_dim; dim += LANES) add_values<M, 1>(p, v, next, begin, end, dim, out, padded_dim);
 }
 
+// Copies a row as floats, with zeros up to a multiple of LANES.
+template <class T> inline void widen_row(const T* row, int head_dim, float* out) {
+  int d = 0;
+  for (; d + LANES <= head_dim; d += LANES) store(out + d, load(row + d));
+  if (d == head_dim) return;
+  store(out + d, Vec{});
+  for (; d < head_dim; d++) out[d] = widen(row[d]);
+}
+
 // Calls run(constant<M>, first row) over rows [row, end) in blocks of MAX_ROWS, then of what is left.
 template <int M = MAX_ROWS, class Run> inline void in_row_blocks(int row, int end, Run run) {
   for (; row + M <= end; row += M) run(std::integral_constant<int, M>{}, row);
@@ -120,30 +144,32 @@ template <int M = MAX_ROWS, class Run> inline void in_row_blocks(int row, int en
 
 extern "C" {
 
-// One call's arguments; the same fields in the same order are in cpu_native.py. Work items are tiles: up to TILE query
-// rows of one plan row and one KV head, where query row r is token r / group, head r % group of the group.
+// One call's arguments; the same fields in the same order are in cpu_native.py. A query row is one head of one token:
+// row token * group + h is query head kv_head * group + h, for each KV head.
 struct PhloemAttention {
-  const void* kv;               // [num_blocks, 2, block_size, num_kv_heads, head_dim]
-  const void* q;                // [num_tokens, num_q_heads, head_dim]
-  void* out;                    // like q
-  const int32_t* qo_indptr;     // [num_rows + 1]
-  const int32_t* kv_indptr;     // [num_rows + 1]
-  const int32_t* kv_indices;    // [kv_indptr[num_rows]]
-  const int32_t* kv_lens;       // [num_rows]
-  const int32_t* tile_row;      // [num_tiles] plan row
-  const int32_t* tile_begin;    // [num_tiles] first query row
-  const int32_t* tile_count;    // [num_tiles] query rows
-  const int64_t* tile_partial;  // [num_tiles + 1] partial results before the tile: sum of tile_count * spans
-  const int32_t* item_tile;     // [num_items] where the spans of a tile are shared out to threads
-  const int32_t* item_span;     // [num_items]
-  float* partials;              // [num_kv_heads][tile_partial[num_tiles]][phloem_partial_floats(head_dim)]
-  float* scratch;               // [num_threads][phloem_scratch_floats(head_dim)]
-  int64_t num_tiles;
-  int64_t num_items;            // 0: a thread runs all spans of a tile
-  int64_t window;               // 0: none
+  const void* kv;                // [num_blocks, 2, block_size, num_kv_heads, head_dim]
+  const void* q;                 // [num_tokens, num_q_heads, head_dim]
+  void* out;                     // like q
+  const int64_t* positions;      // [num_tokens]
+  const int64_t* token_partial;  // [num_tokens + 1] partial results kept for the tokens before each one, in spans
+  const int32_t* kv_indptr;      // [num_rows + 1]
+  const int32_t* kv_indices;     // [kv_indptr[num_rows]]
+  const int32_t* kv_lens;        // [num_rows]
+  const int32_t* query_rows;     // the query rows of all tiles, one tile after the other
+  const int32_t* tile_row;       // [tiles] plan row whose blocks the tile reads
+  const int32_t* tile_begin;     // [tiles] where its query rows begin in query_rows
+  const int32_t* tile_count;     // [tiles] how many there are, TILE at most
+  const int32_t* tile_kept;      // [num_tiles] spans from the first on whose results the items keep
+  const int32_t* item_tile;      // [num_items]
+  const int32_t* item_span;      // [num_items]
+  float* partials;               // [num_kv_heads][token_partial[num_tokens]][group][phloem_partial_floats(head_dim)]
+  float* scratch;                // [num_threads][phloem_scratch_floats(head_dim)]
+  int64_t num_tokens, num_tiles; // tiles from num_tiles on are for items only
+  int64_t num_items;
+  int64_t window;                // 0: none
   int32_t block_size, num_q_heads, num_kv_heads, head_dim;
   int32_t kv_is_bf16, q_is_bf16, num_threads;
-  float scale, soft_cap;        // soft_cap 0: none
+  float scale, soft_cap;         // soft_cap 0: none
 };
 }
 
@@ -165,32 +191,37 @@ struct Scratch {
 
 struct Visible { int begin, end; };  // half-open, as offsets into a span or a panel
 
-// One work item: query rows of one plan row and one KV head.
+// Query rows of one KV head that read the same blocks.
 template <class T, class Q, bool Dot> struct Tile {
   const PhloemAttention& a;
-  const int tile, head, row, first, count, group, dim;
-  const int64_t kv_len, start;
+  const int tile, head, count, group, dim;
+  const int64_t kv_len;
   const int32_t* const blocks;
+  const int32_t* const rows;
   const Scratch s;
+  int64_t position[TILE];
   Visible visible[TILE];  // of the current span
   bool is_merged[TILE] = {};
 
   Tile(const PhloemAttention& args, float* scratch, int tile_index, int kv_head)
-      : a(args), tile(tile_index), head(kv_head), row(a.tile_row[tile]), first(a.tile_begin[tile]),
-        count(a.tile_count[tile]), group(a.num_q_heads / a.num_kv_heads), dim(padded(a.head_dim)),
-        kv_len(a.kv_lens[row]), start(kv_len - (a.qo_indptr[row + 1] - a.qo_indptr[row])),
-        blocks(a.kv_indices + a.kv_indptr[row]), s(scratch, dim) {}
+      : a(args), tile(tile_index), head(kv_head), count(a.tile_count[tile]), group(a.num_q_heads / a.num_kv_heads),
+        dim(padded(a.head_dim)), kv_len(a.kv_lens[a.tile_row[tile]]),
+        blocks(a.kv_indices + a.kv_indptr[a.tile_row[tile]]), rows(a.query_rows + a.tile_begin[tile]), s(scratch, dim) {
+    for (int m = 0; m < count; m++) position[m] = a.positions[rows[m] / group];
+  }
 
-  int64_t position(int m) const { return start + (first + m) / group; }
-  int64_t first_span() const { return a.window && position(0) >= a.window ? (position(0) - a.window + 1) / SPAN : 0; }
-  int64_t end_span() const { return position(count - 1) / SPAN + 1; }
+  // Spans in which some row sees a key. The rows of one plan row stand in order; those of several need not.
+  int64_t first_span() const {
+    const int64_t least = *std::min_element(position, position + count);
+    return a.window && least >= a.window ? (least - a.window + 1) / SPAN : 0;
+  }
+  int64_t end_span() const { return *std::max_element(position, position + count) / SPAN + 1; }
   int64_t query_offset(int m) const {
-    const int64_t token = a.qo_indptr[row] + (first + m) / group;
-    return (token * a.num_q_heads + head * group + (first + m) % group) * a.head_dim;
+    return (int64_t(rows[m] / group) * a.num_q_heads + head * group + rows[m] % group) * a.head_dim;
   }
   float* partial(int64_t span, int m) const {
-    const int64_t slot = head * a.tile_partial[a.num_tiles] + a.tile_partial[tile] + span * count + m;
-    return a.partials + slot * (dim + 2);
+    const int64_t token = rows[m] / group, place = head * a.token_partial[a.num_tokens] + a.token_partial[token] + span;
+    return a.partials + (place * group + rows[m] % group) * (dim + 2);
   }
 
   void load_queries() {
@@ -201,37 +232,42 @@ template <class T, class Q, bool Dot> struct Tile {
     }
   }
 
-  void look(int64_t span) {
+  // Returns the keys that some row sees, as offsets into the span.
+  Visible look(int64_t span) {
+    Visible any = {SPAN, 0};
     for (int m = 0; m < count; m++) {
-      const int64_t end = position(m) + 1 - span * SPAN, begin = a.window ? end - a.window : 0;
+      const int64_t end = position[m] + 1 - span * SPAN, begin = a.window ? end - a.window : 0;
       visible[m] = {int(begin < 0 ? 0 : begin > SPAN ? SPAN : begin), int(end < 0 ? 0 : end > SPAN ? SPAN : end)};
+      if (visible[m].begin >= visible[m].end) continue;
+      any = {std::min(any.begin, visible[m].begin), std::max(any.end, visible[m].end)};
     }
+    return any;
   }
 
   // Pointers to the rows of keys (which = 0) or values (1) of the panel at `key`; beyond the KV, its last row again.
-  void locate(int64_t key, int which, const T** rows) const {
+  void locate(int64_t key, int which, const T** at) const {
     const int64_t row_size = int64_t(a.num_kv_heads) * a.head_dim, block_rows = a.block_size * row_size;
     const T* base = static_cast<const T*>(a.kv) + which * block_rows + int64_t(head) * a.head_dim;
     for (int i = 0; i < PANEL; i += a.block_size) {
       const int64_t begin = key + i < kv_len ? key + i : (kv_len - 1) / a.block_size * a.block_size;
       const T* p = base + 2 * block_rows * blocks[begin / a.block_size];
       const int64_t last = kv_len - 1 - begin;
-      for (int j = 0; j < a.block_size; j++) rows[i + j] = p + (j < last ? j : last) * row_size;
+      for (int j = 0; j < a.block_size; j++) at[i + j] = p + (j < last ? j : last) * row_size;
     }
   }
 
   void score_span(int64_t span, int begin, int end) {
-    const T *rows[PANEL], *next[PANEL];
-    locate(span * SPAN + begin, 0, rows);
+    const T *keys[PANEL], *next[PANEL];
+    locate(span * SPAN + begin, 0, keys);
     for (int key = begin; key < end; key += PANEL) {
       const bool is_last = key + PANEL >= end;
       locate(span * SPAN + (is_last ? begin : key + PANEL), is_last, next);
-      pack_keys<T, Dot>(rows, next, a.head_dim, s.panel);
+      pack_keys<T, Dot>(keys, next, a.head_dim, s.panel);
       in_row_blocks(0, count, [&](auto m_constant, int m) {
         score_rows<m_constant(), Dot>(s.q + m * dim, dim, s.panel, Dot ? a.head_dim / 2 : a.head_dim,
                                       s.scores + m * SPAN + key);
       });
-      std::memcpy(rows, next, sizeof rows);
+      std::memcpy(keys, next, sizeof keys);
     }
   }
 
@@ -266,13 +302,14 @@ template <class T, class Q, bool Dot> struct Tile {
     auto clip = [&](int x) { return x < key ? 0 : x > key + PANEL ? PANEL : x - key; };
     in_row_blocks(0, count, [&](auto m_constant, int m) {
       constexpr int M = m_constant();
-      const int begin = clip(visible[m + M - 1].begin), first_end = clip(visible[m].end);
-      const int end = first_end < begin ? begin : first_end;
+      int begin = 0, end = PANEL;
+      for (int r = 0; r < M; r++) begin = std::max(begin, clip(visible[m + r].begin)), end = std::min(end, clip(visible[m + r].end));
+      if (end < begin) end = begin;
       const float* p = s.scores + m * SPAN + key;
       float* out = s.span_out + m * dim;
       for (int r = 0; r < M; r++) {
         const int row_end = clip(visible[m + r].end);
-        add_all_dims<1>(p + r * SPAN, v, next, clip(visible[m + r].begin), row_end < begin ? row_end : begin, dim, out + r * dim);
+        add_all_dims<1>(p + r * SPAN, v, next, clip(visible[m + r].begin), std::min(row_end, begin), dim, out + r * dim);
       }
       add_all_dims<M>(p, v, next, begin, end, dim, out);
       for (int r = 0; r < M; r++)
@@ -281,36 +318,36 @@ template <class T, class Q, bool Dot> struct Tile {
   }
 
   void add_span(int64_t span, int begin, int end) {
-    const T *rows[PANEL], *next[PANEL];
+    const T *values[PANEL], *next[PANEL];
     const float* wide[PANEL];
     for (int i = 0; i < PANEL; i++) wide[i] = s.values + i * dim;
     // a few rows read values where they are; many rows, or dims that fill no vector, a widened copy
     const bool copies = dim != a.head_dim || (sizeof(T) < 4 && count > MAX_ROWS);
-    locate(span * SPAN + begin, 1, rows);
+    locate(span * SPAN + begin, 1, values);
     for (int key = begin; key < end; key += PANEL) {
       const bool is_last = key + PANEL >= end;
       locate(is_last ? (span + 1) * SPAN : span * SPAN + key + PANEL, !is_last, next);
       if (copies) {
         for (int i = 0; i < PANEL; i++) {
           prefetch(next[i], a.head_dim * sizeof(T));
-          for (int d = 0; d < dim; d++) s.values[i * dim + d] = d < a.head_dim ? widen(rows[i][d]) : 0.0f;
+          widen_row(values[i], a.head_dim, s.values + i * dim);
         }
         add_panel(key, wide, wide);
       } else {
-        add_panel(key, rows, next);
+        add_panel(key, values, next);
       }
-      std::memcpy(rows, next, sizeof rows);
+      std::memcpy(values, next, sizeof values);
     }
   }
 
   void run_span(int64_t span) {
-    look(span);
-    // positions rise with rows: the first row sees the first key, the last row the last
-    const int begin = visible[0].begin / PANEL * PANEL, end = visible[count - 1].end;
-    score_span(span, begin, end);
+    const Visible any = look(span);
+    if (any.begin >= any.end) return;
+    const int begin = any.begin / PANEL * PANEL;
+    score_span(span, begin, any.end);
     for (int m = 0; m < count; m++) weigh(m);
     std::memset(s.span_out, 0, sizeof(float) * count * dim);
-    add_span(span, begin, end);
+    add_span(span, begin, any.end);
   }
 
   void merge(int m, float maximum, float sum, const float* out) {
@@ -329,9 +366,17 @@ template <class T, class Q, bool Dot> struct Tile {
       store(merged + d, fma(load(out + d), splat(add), load(merged + d) * keep));
   }
 
-  void merge_span() {
+  void merge_computed() {
     for (int m = 0; m < count; m++)
       if (visible[m].begin < visible[m].end) merge(m, s.span_max[m], s.span_sum[m], s.span_out + m * dim);
+  }
+
+  void merge_kept(int64_t span) {
+    look(span);
+    for (int m = 0; m < count; m++) {
+      const float* from = partial(span, m);
+      if (visible[m].begin < visible[m].end) merge(m, from[0], from[1], from + 2);
+    }
   }
 
   void write() const {
@@ -341,30 +386,24 @@ template <class T, class Q, bool Dot> struct Tile {
     }
   }
 
-  void run_whole() {
-    load_queries();
-    for (int64_t span = first_span(); span < end_span(); span++) run_span(span), merge_span();
-    write();
-  }
-
-  void run_part(int64_t span) {
-    if (span < first_span()) return;
+  // One item: a span's results, kept for the plan rows' own tiles.
+  void keep(int64_t span) {
     load_queries();
     run_span(span);
     for (int m = 0; m < count; m++) {
+      if (visible[m].begin >= visible[m].end) continue;
       float* to = partial(span, m);
       to[0] = s.span_max[m], to[1] = s.span_sum[m];
       std::memcpy(to + 2, s.span_out + m * dim, sizeof(float) * dim);
     }
   }
 
-  void run_merge() {
-    for (int64_t span = first_span(); span < end_span(); span++) {
-      look(span);
-      for (int m = 0; m < count; m++) {
-        const float* from = partial(span, m);
-        if (visible[m].begin < visible[m].end) merge(m, from[0], from[1], from + 2);
-      }
+  void finish() {
+    const int64_t end = end_span();
+    if (a.tile_kept[tile] < end) load_queries();
+    for (int64_t span = first_span(); span < end; span++) {
+      if (span < a.tile_kept[tile]) merge_kept(span);
+      else run_span(span), merge_computed();
     }
     write();
   }
@@ -377,27 +416,19 @@ inline int thread_number() { return 0; }
 #endif
 
 template <class T, class Q, bool Dot> void attend(const PhloemAttention& a) {
-  using Item = Tile<T, Q, Dot>;
-  const int64_t num_tiles = a.num_tiles * a.num_kv_heads, num_parts = a.num_items * a.num_kv_heads;
+  const int64_t num_tiles = a.num_tiles * a.num_kv_heads, num_items = a.num_items * a.num_kv_heads;
   const int64_t scratch_size = Scratch::floats(padded(a.head_dim));
-#pragma omp parallel num_threads(a.num_threads) if (num_tiles + num_parts > 1)
+  auto tile = [&](int index, int64_t i) {
+    return Tile<T, Q, Dot>(a, a.scratch + scratch_size * thread_number(), index, int(i % a.num_kv_heads));
+  };
+#pragma omp parallel num_threads(a.num_threads) if (num_tiles + num_items > 1)
   {
-    float* scratch = a.scratch + scratch_size * thread_number();
-    if (!num_parts) {
-      // from the end: the last tiles of a prompt see the most keys, and a long item should not be the last to start
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t i = num_tiles - 1; i >= 0; i--)
-        Item(a, scratch, int(i / a.num_kv_heads), int(i % a.num_kv_heads)).run_whole();
-    } else {
+    for (int64_t i = 0; i < num_items; i++)
+      tile(a.item_tile[i / a.num_kv_heads], i).keep(a.item_span[i / a.num_kv_heads]);
+    // from the end: the last tiles of a prompt see the most keys, and a long one should not be the last to start
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < num_parts; i++) {
-        const int64_t item = i / a.num_kv_heads;
-        Item(a, scratch, a.item_tile[item], int(i % a.num_kv_heads)).run_part(a.item_span[item]);
-      }
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < num_tiles; i++)
-        Item(a, scratch, int(i / a.num_kv_heads), int(i % a.num_kv_heads)).run_merge();
-    }
+    for (int64_t i = num_tiles - 1; i >= 0; i--) tile(int(i / a.num_kv_heads), i).finish();
   }
 }
 

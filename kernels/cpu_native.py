@@ -1,20 +1,17 @@
-"""The compiled cpu backend: plans become tiles and work items here, `cpu_attention.cpp` does the arithmetic."""
+"""The compiled cpu backend: `cpu_work.py` cuts a plan into tiles and items, `cpu_attention.cpp` does the arithmetic."""
 
 import ctypes
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from phloem.kernels.attention import AttentionSpec, check_fit, check_plan
+from phloem.kernels.cpu_work import Limits, cut
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of KV and of queries that the kernel has code for."""
 MAX_HEAD_DIM = 512
-_ITEMS_PER_THREAD = 4
-"""With fewer (tile, KV head) pairs per thread than this, the spans of each pair are shared out too."""
 
 
 class _Arguments(ctypes.Structure):
@@ -22,26 +19,15 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("kv", "q", "out")),
-        *((name, ctypes.c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_lens")),
-        *((name, ctypes.c_void_p) for name in ("tile_row", "tile_begin", "tile_count", "tile_partial")),
+        *((name, ctypes.c_void_p) for name in ("positions", "token_partial")),
+        *((name, ctypes.c_void_p) for name in ("kv_indptr", "kv_indices", "kv_lens", "query_rows")),
+        *((name, ctypes.c_void_p) for name in ("tile_row", "tile_begin", "tile_count", "tile_kept")),
         *((name, ctypes.c_void_p) for name in ("item_tile", "item_span", "partials", "scratch")),
-        *((name, ctypes.c_int64) for name in ("num_tiles", "num_items", "window")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_tiles", "num_items", "window")),
         *((name, ctypes.c_int32) for name in ("block_size", "num_q_heads", "num_kv_heads", "head_dim")),
         *((name, ctypes.c_int32) for name in ("kv_is_bf16", "q_is_bf16", "num_threads")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """A plan cut for the kernel. Tiles are up to 64 query rows (token * group size + head of the group) of one row."""
-
-    tile_row: torch.Tensor
-    tile_begin: torch.Tensor
-    tile_count: torch.Tensor
-    tile_partial: torch.Tensor
-    """int64 `[num_tiles + 1]`: partial results (query rows times spans) before each tile."""
-    tile_spans: torch.Tensor
 
 
 class NativeBackend:
@@ -82,8 +68,7 @@ class NativeBackend:
             function.argtypes, function.restype = (ctypes.c_int32,), ctypes.c_int64
         self._scratch_floats: int = library.phloem_scratch_floats(spec.head_dim)
         self._partial_floats: int = library.phloem_partial_floats(spec.head_dim)
-        self._tile_rows: int = library.phloem_tile_rows()
-        self._span_keys: int = library.phloem_span_keys()
+        self._limits = Limits(tile_rows=library.phloem_tile_rows(), span_keys=library.phloem_span_keys())
         self._scratch = torch.empty(0)
         self._partials = torch.empty(0)
         self._arguments = _Arguments()
@@ -92,17 +77,18 @@ class NativeBackend:
     def plan(self, plan: AttentionPlan) -> None:
         """Take a step's metadata. See `AttentionBackend.plan`."""
         check_plan(plan, self.store)
-        self._plan = plan
-        self._kv_lens = plan.kv_lens
-        self._work = self._cut(plan)
         threads = self._num_threads or torch.get_num_threads()
-        pairs = self._work.tile_row.shape[0] * self.spec.num_kv_heads
-        shares_spans = threads > 1 and pairs < threads * _ITEMS_PER_THREAD
-        self._item_tile, self._item_span = self._share(self._work) if shares_spans else (_NO_ITEMS, _NO_ITEMS)
+        work = cut(
+            plan,
+            self._limits,
+            group_size=self.spec.group_size,
+            num_kv_heads=self.spec.num_kv_heads,
+            num_threads=threads,
+        )
         self._scratch = _at_least(self._scratch, threads * self._scratch_floats)
-        if shares_spans:
-            num_partials = int(self._work.tile_partial[-1]) * self.spec.num_kv_heads
-            self._partials = _at_least(self._partials, num_partials * self._partial_floats)
+        num_partials = work.num_partials * self.spec.num_q_heads
+        self._partials = _at_least(self._partials, num_partials * self._partial_floats)
+        self._plan, self._work, self._kv_lens = plan, work, plan.kv_lens
         self._arguments = self._describe(threads)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -153,51 +139,26 @@ class NativeBackend:
             raise IndexError(f"layer {layer} of {self.spec.num_layers}")
         return self.store.data.data_ptr() + layer * self.store.data.stride(0) * self.store.dtype.itemsize
 
-    def _cut(self, plan: AttentionPlan) -> _Work:
-        """Cut each row's query rows into tiles. O(rows + tiles)."""
-        counts = np.diff(plan.qo_indptr.numpy()).astype(np.int64)
-        query_rows = counts * self.spec.group_size
-        num_tiles = -(-query_rows // self._tile_rows)
-        row = np.repeat(np.arange(len(counts)), num_tiles)
-        first_tile = np.cumsum(num_tiles) - num_tiles
-        begin = (np.arange(len(row)) - first_tile[row]) * self._tile_rows
-        count = np.minimum(query_rows[row] - begin, self._tile_rows)
-        last_token = (begin + count - 1) // self.spec.group_size
-        spans = (self._kv_lens.numpy()[row] - counts[row] + last_token) // self._span_keys + 1
-        partial = np.zeros(len(row) + 1, np.int64)
-        np.cumsum(count * spans, out=partial[1:])
-        return _Work(
-            tile_row=torch.from_numpy(row.astype(np.int32)),
-            tile_begin=torch.from_numpy(begin.astype(np.int32)),
-            tile_count=torch.from_numpy(count.astype(np.int32)),
-            tile_partial=torch.from_numpy(partial),
-            tile_spans=torch.from_numpy(spans.astype(np.int32)),
-        )
-
-    def _share(self, work: _Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """One item per tile and span: int32 `[num_items]` each."""
-        spans = work.tile_spans.numpy()
-        tile = np.repeat(np.arange(len(spans)), spans)
-        span = np.arange(len(tile)) - np.repeat(np.cumsum(spans) - spans, spans)
-        return torch.from_numpy(tile.astype(np.int32)), torch.from_numpy(span.astype(np.int32))
-
     def _describe(self, num_threads: int) -> _Arguments:
         plan, work, spec = self._plan, self._work, self.spec
         return _Arguments(
-            qo_indptr=plan.qo_indptr.data_ptr(),
+            positions=plan.positions.data_ptr(),
+            token_partial=work.token_partial.data_ptr(),
             kv_indptr=plan.kv_indptr.data_ptr(),
             kv_indices=plan.kv_indices.data_ptr(),
             kv_lens=self._kv_lens.data_ptr(),
+            query_rows=work.query_rows.data_ptr(),
             tile_row=work.tile_row.data_ptr(),
             tile_begin=work.tile_begin.data_ptr(),
             tile_count=work.tile_count.data_ptr(),
-            tile_partial=work.tile_partial.data_ptr(),
-            item_tile=self._item_tile.data_ptr(),
-            item_span=self._item_span.data_ptr(),
+            tile_kept=work.tile_kept.data_ptr(),
+            item_tile=work.item_tile.data_ptr(),
+            item_span=work.item_span.data_ptr(),
             partials=self._partials.data_ptr(),
             scratch=self._scratch.data_ptr(),
-            num_tiles=work.tile_row.shape[0],
-            num_items=self._item_tile.shape[0],
+            num_tokens=plan.num_tokens,
+            num_tiles=work.tile_kept.shape[0],
+            num_items=work.item_tile.shape[0],
             block_size=self.store.block_size,
             num_q_heads=spec.num_q_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -207,9 +168,6 @@ class NativeBackend:
             scale=spec.softmax_scale,
             soft_cap=spec.logits_soft_cap or 0.0,
         )
-
-
-_NO_ITEMS = torch.empty(0, dtype=torch.int32)
 
 
 def why_unsupported(spec: AttentionSpec, store: PagedKVStore) -> str | None:

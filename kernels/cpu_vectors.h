@@ -33,7 +33,7 @@ struct bf16 { uint16_t bits; };
 
 template <class V> inline V load_as(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 template <class V> inline void store(void* p, V v) { std::memcpy(p, &v, sizeof v); }
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; }  // x - 0 is x, also for -0: compilers make a plain broadcast of it
 inline float widen(bf16 x) { uint32_t u = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &u, 4); return f; }
 inline float widen(float x) { return x; }
 inline Vec load(const float* p) { return load_as<Vec>(p); }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from attention_paths import Chunk, Paths, at_once, chunked, error
+from attention_paths import KERNELS, TOLERANCE, Chunk, Paths, at_once, chunked, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +15,6 @@ from phloem.kernels.cpu import make_cpu_backend
 from phloem.kernels.cpu_native import NativeBackend
 from phloem.kernels.plan import AttentionPlan, PlanError, PlanRow
 from phloem.kernels.reference import ReferenceBackend
-
-KERNELS = ("native", "torch")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 def assert_close(paths: Paths, kernel: str, steps: Sequence[Sequence[Chunk]]) -> None:

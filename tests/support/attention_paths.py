@@ -12,6 +12,12 @@ from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanRow
 from phloem.kernels.reference import ReferenceBackend
 
+KERNELS = ("native", "torch")
+"""The two implementations of the cpu backend."""
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""Relative error against the reference, by dtype."""
+
 Chunk = tuple[int, int, int]
 """One row of a step: path, start, count."""
 
