@@ -58,7 +58,7 @@ class Paths:
             for values in (self.q, self.kv):
                 values[path][:shared] = values[other][:shared]
 
-    def store(self) -> PagedKVStore:
+    def store(self, device: str = "cpu") -> PagedKVStore:
         store = PagedKVStore(
             num_layers=self.spec.num_layers,
             num_blocks=self.num_blocks,
@@ -66,6 +66,7 @@ class Paths:
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
             dtype=self.kv_dtype or self.dtype,
+            device=device,
         )
         store.data.fill_(torch.nan)
         return store
