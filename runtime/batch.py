@@ -22,9 +22,14 @@ class Row:
         return self.start + self.count
 
     @property
+    def reads_next(self) -> bool:
+        """Whether the row reaches the end of the known tokens, and the logits after it are wanted."""
+        return self.request.reads_next and self.end == len(self.request.tokens)
+
+    @property
     def samples(self) -> bool:
-        """Whether the row reaches the end of the known tokens, so that the next one is sampled."""
-        return self.request.samples and self.end == len(self.request.tokens)
+        """Whether the next token is sampled after the row."""
+        return self.request.samples and self.reads_next
 
     @property
     def scored(self) -> range:

@@ -29,13 +29,3 @@ def _top(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
         return ()
     values, ids = logprobs.topk(min(count, len(logprobs)))
     return tuple(zip(ids.tolist(), values.tolist(), strict=True))
-
-
-def score_sampled(
-    logits: Tensor, token_id: int, *, num_top: int, candidate_ids: Sequence[int]
-) -> tuple[TokenLogprob, tuple[float, ...]]:
-    """Return how likely the sampled token was, and the candidates, under one row of logits `[vocab_size]`."""
-    [sampled] = score_known(logits[None], [token_id], num_top=[num_top])
-    if not candidate_ids:
-        return sampled, ()
-    return sampled, tuple(logits.log_softmax(dim=-1)[list(candidate_ids)].tolist())

@@ -15,7 +15,7 @@ from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanRow
 from phloem.runtime.batch import Batch, Row, RowCopy
 from phloem.runtime.errors import GrammarError
-from phloem.runtime.logprobs import score_known, score_sampled
+from phloem.runtime.logprobs import score_known
 from phloem.runtime.models.decoder import Decoder
 from phloem.runtime.outputs import TokenLogprob
 from phloem.runtime.sampler import SamplingRow, sample
@@ -92,10 +92,12 @@ class ModelRunner:
         healthy = [(result, start) for result, start in zip(results, starts, strict=True) if result.is_finite]
         self._score(healthy, hidden)
         wait(masks)
-        sampling = [(result, start) for result, start in healthy if result.row.samples and _can_go_on(result)]
-        self._sample(
-            [result for result, _ in sampling],
-            hidden[[start + result.row.count - 1 for result, start in sampling]],
+        ending = [
+            (result, start) for result, start in healthy if result.row.reads_next and _can_go_on(result)
+        ]
+        self._read_next(
+            [result for result, _ in ending],
+            hidden[[start + result.row.count - 1 for result, start in ending]],
         )
         return results
 
@@ -133,7 +135,8 @@ class ModelRunner:
             for (result, _, _), entry in zip(part, score_known(logits, known, num_top=tops), strict=True):
                 result.scored.append(entry)
 
-    def _sample(self, results: Sequence[RowResult], hidden: Tensor) -> None:
+    def _read_next(self, results: Sequence[RowResult], hidden: Tensor) -> None:
+        """Sample the next token of rows that want one, and tell the log-probabilities that were asked for."""
         if not results:
             return
         logits = self.decoder.logits(hidden)
@@ -145,17 +148,15 @@ class ModelRunner:
             logits = logits[finite]
         # The sampler changes its rows, and what is reported is the model's own.
         raw = logits.clone() if any(_wants_logprobs(result.row) for result in results) else logits
-        token_ids = sample(logits, [self._sampling_row(result.row) for result in results])
-        for index, (result, token_id) in enumerate(zip(results, token_ids, strict=True)):
-            result.token_id = token_id
+        sampling = [index for index, result in enumerate(results) if result.row.samples]
+        if len(sampling) < len(results):
+            logits = logits[sampling]
+        token_ids = sample(logits, [self._sampling_row(results[index].row) for index in sampling])
+        for index, token_id in zip(sampling, token_ids, strict=True):
+            results[index].token_id = token_id
+        for result, row_logits in zip(results, raw, strict=True):
             if _wants_logprobs(result.row):
-                request = result.row.request
-                result.sampled, result.candidates = score_sampled(
-                    raw[index],
-                    token_id,
-                    num_top=request.params.logprobs or 0,
-                    candidate_ids=request.candidate_ids,
-                )
+                _tell_logprobs(result, row_logits)
 
     def _sampling_row(self, row: Row) -> SamplingRow:
         request = row.request
@@ -176,6 +177,17 @@ class ModelRunner:
 
 def _wants_logprobs(row: Row) -> bool:
     return row.request.params.logprobs is not None or bool(row.request.candidate_ids)
+
+
+def _tell_logprobs(result: RowResult, logits: Tensor) -> None:
+    """Fill in what a request wants to know under one row of logits, `[vocab_size]`."""
+    request = result.row.request
+    if result.token_id is not None:
+        [result.sampled] = score_known(
+            logits[None], [result.token_id], num_top=[request.params.logprobs or 0]
+        )
+    if request.candidate_ids:
+        result.candidates = tuple(logits.log_softmax(dim=-1)[list(request.candidate_ids)].tolist())
 
 
 def _can_go_on(result: RowResult) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 from phloem.runtime.errors import Cancelled
 from phloem.runtime.generation import Sink
@@ -16,7 +17,10 @@ from phloem.runtime.tokenizer import IncrementalDetokenizer, StopChecker, Tokeni
 class OutputStream:
     """The output side of one request. Owned by the engine's loop; the scheduler's side is the `Request`."""
 
-    def __init__(self, request: Request, sink: Sink, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: Request, sink: Sink, tokenizer: Tokenizer, *, scored: Sequence[TokenLogprob] = ()
+    ) -> None:
+        """Make the output of a request; `scored` are prompt log-probabilities that are known already."""
         self.request = request
         self.finish_reason: FinishReason | None = None
         self._asked_from = request.logits_from
@@ -26,7 +30,7 @@ class OutputStream:
         self._stop_ids = self._ending_ids(tokenizer)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
-        self._prompt_logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs = list(scored)
         self._candidate_logprobs: tuple[float, ...] = ()
         self._submitted_s = time.perf_counter()
         self._first_token_s = math.nan
@@ -37,8 +41,8 @@ class OutputStream:
             self._prompt_logprobs += result.scored
             # Not again, should the request be preempted and resume.
             self.request.logits_from = result.row.scored.stop
+        self._candidate_logprobs = self._candidate_logprobs or result.candidates
         if result.token_id is not None:
-            self._candidate_logprobs = self._candidate_logprobs or result.candidates
             self._push(result.token_id, result.sampled)
 
     def forced_ids(self) -> list[int]:

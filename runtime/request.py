@@ -5,7 +5,7 @@ prefill chunk and a decode are the same thing, and so is the resumption of a pre
 what it had generated.
 
 A request that does not sample computes its path up to the last token, whose KV only a following token would need: that
-prefills a branch, or scores a continuation.
+prefills a branch, or scores a continuation. Or it computes the last token too, to tell how likely some next ones are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Request:
     """First prompt position whose logits are still wanted, for the log-probability of the token after it. None: none."""
 
     candidate_ids: tuple[int, ...] = ()
-    """Tokens whose log-probabilities are reported at the first position that is sampled from."""
+    """Tokens whose log-probabilities are reported where the prompt ends, whether or not a token is sampled there."""
 
     constraint: Constraint | None = None
     """Where its grammar stands after the tokens generated so far."""
@@ -60,6 +60,9 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     samples: bool = field(init=False)
     """Whether it generates tokens."""
+
+    reads_next: bool = field(init=False)
+    """Whether the logits after its last known token are wanted, so that all known tokens are computed."""
 
     packed_prompt: bytes = field(init=False)
     """The prompt as int32 bytes: what a prefix comparison reads."""
@@ -86,6 +89,7 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.path.tokens)
         self.samples = self.max_len > self.num_prompt_tokens
+        self.reads_next = self.samples or bool(self.candidate_ids)
         self.packed_prompt = self.path.tokens.tobytes()
 
     @property
@@ -100,8 +104,8 @@ class Request:
 
     @property
     def num_to_compute(self) -> int:
-        """How many of the known tokens will be computed: all, but for the last one when nothing follows it."""
-        return len(self.path.tokens) - (not self.samples)
+        """How many of the known tokens will be computed: all, but for the last one when nothing is read after it."""
+        return len(self.path.tokens) - (not self.reads_next)
 
     @property
     def num_pending(self) -> int:
@@ -111,7 +115,7 @@ class Request:
     @property
     def reusable(self) -> int:
         """How many of the first tokens may come from the cache (rule 5): not those whose logits are wanted."""
-        limit = self.num_to_compute - self.samples
+        limit = self.num_to_compute - self.reads_next
         return limit if self.logits_from is None else min(limit, self.logits_from)
 
     @property

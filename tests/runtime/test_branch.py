@@ -117,7 +117,7 @@ def test_at_gives_a_branch_at_any_token(tiny_engine: Engine, index: int) -> None
         with root.at(index) as branch:
             assert branch.token_ids == ids(40)[:index]
             done = branch.append([200]).generate(GREEDY)
-            assert done.usage.cached_tokens == min(index, 39)
+            assert done.usage.cached_tokens == index
             assert done.token_ids == alone(tiny_engine, [*ids(40)[:index], 200], GREEDY).token_ids
 
 
@@ -224,6 +224,14 @@ def test_scores_are_the_same_bits_warm_and_cold_and_leave_the_prefix_cached(tiny
     assert cold == warm
     assert single[0] == warm[1]
     assert alone(tiny_engine, ids(40), GREEDY).usage.cached_tokens >= 32
+
+
+def test_a_score_reads_the_end_of_the_path_once_and_no_last_token(tiny_engine: Engine) -> None:
+    with tiny_engine.branch(ids(40)) as root:
+        root.score([[1]])
+        before = tiny_engine.stats().computed_tokens
+        root.score([[1, 2, 3], [4], [5, 6], [1]])
+        assert tiny_engine.stats().computed_tokens - before == 1 + 2 + 0 + 1 + 0
 
 
 @pytest.mark.parametrize("bad", [[], [""], [[]], "text", [[10**6]], [[1], []]])
@@ -374,7 +382,7 @@ def test_releasing_the_parent_does_not_hurt_its_children(tiny_engine: Engine) ->
     [kid] = root.fork()
     root.release()
     tiny_engine.check()
-    assert kid.append([9]).generate(GREEDY).usage.cached_tokens == 23
+    assert kid.append([9]).generate(GREEDY).usage.cached_tokens == 24
     kid.release()
 
 

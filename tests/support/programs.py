@@ -324,10 +324,17 @@ class Comparison:
         recorded = {
             (tuple(record.prompt), record.logits_from): record.scored for record in self.records.values()
         }
+        firsts = {
+            (*record.prompt, token_id): logprob
+            for record in self.records.values()
+            for token_id, logprob in zip(record.request.candidate_ids, record.candidates, strict=False)
+        }
         for each in scores:
-            found = recorded[tuple(each.tokens), len(each.tokens) - len(each.score.token_logprobs) - 1]
-            assert each.score.token_logprobs == found
-            assert [entry.token_id for entry in found] == each.tokens[-len(found) :]
+            first, *rest = each.score.token_logprobs
+            assert [first.token_id, *(entry.token_id for entry in rest)] == each.tokens[-len(rest) - 1 :]
+            begin = len(each.tokens) - len(rest)
+            assert first.logprob == firsts[tuple(each.tokens[:begin])]
+            assert not rest or rest == recorded[tuple(each.tokens), begin - 1]
         self.report.scores += len(scores)
 
     def _alone(self, record: Record) -> Record:

@@ -89,10 +89,11 @@ class RecordingRunner:
                 record.logits[position] = next(logits)
         for record, result in zip(records, results, strict=True):
             record.scored += result.scored
-            if result.token_id is not None:
+            if result.row.reads_next:
                 record.logits[result.row.end - 1] = next(logits)
-                record.tokens[result.row.end] = result.token_id
                 record.candidates = record.candidates or result.candidates
+            if result.token_id is not None:
+                record.tokens[result.row.end] = result.token_id
                 record.sampled += [] if result.sampled is None else [result.sampled]
         assert next(logits, None) is None
         return results
