@@ -158,6 +158,7 @@ class Branch:
 
         Raises:
             InvalidRequest: `n` is not from 1 to 100,000.
+            PromptTooLong: The path leaves no room for a token more.
             PhloemError: A child failed; the others have been aborted and released.
         """
         children = self._children_of(n, params, QueueSink)
@@ -190,13 +191,21 @@ class Branch:
         """
         children = self._score_children(continuations, QueueSink)
         self.fan_out(children)
-        return [Score(self._result(child).prompt_logprobs or []) for child in children]
+        try:
+            return [Score(self._result(child).prompt_logprobs or []) for child in children]
+        except BaseException:
+            self._core.drop(children)
+            raise
 
     async def ascore(self, continuations: Sequence[str | Sequence[int]]) -> list[Score]:
         """Do as `score`, for an event loop."""
         children = self._score_children(continuations, AsyncSink)
         self.fan_out(children)
-        return [Score((await self._aresult(child)).prompt_logprobs or []) for child in children]
+        try:
+            return [Score((await self._aresult(child)).prompt_logprobs or []) for child in children]
+        except BaseException:
+            self._core.drop(children)
+            raise
 
     def next_token_logprobs(
         self, candidates: Sequence[int] | None = None, *, top: int = 20
@@ -353,6 +362,7 @@ class Branch:
         self, n: int, params: SamplingParams | None, make_sink: Callable[[], Sink]
     ) -> list[Child]:
         params = check_expansion(self._core, n, params)
+        self._core.check_length(len(self), new_tokens=1, name="the path")
         children = self._core.children(len(self), params, [make_sink() for _ in range(n)], keeps_path=True)
         self.fan_out(children)
         return children

@@ -194,7 +194,7 @@ class Engine:
         Leaving the loop early aborts and releases the rest.
 
         Raises:
-            InvalidRequest: `n` or a parameter is wrong; nothing has been started then.
+            InvalidRequest: `n`, a parameter or a branch's length is wrong; nothing has been started then.
             PhloemError: A child failed; the others have been aborted and released.
         """
         return (child for _, child in expand(self._core, branches, n, params))

@@ -37,7 +37,8 @@ def expand(
     params = check_expansion(core, n, params)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     families = []
-    for branch in branches:
+    for index, branch in enumerate(branches):
+        core.check_length(len(branch), new_tokens=1, name=f"branches[{index}]")
         sinks = [ChildSink(events) for _ in range(n)]
         families.append((branch, core.children(len(branch), params, sinks, keeps_path=True)))
     return _run(core, families, events)

@@ -1,4 +1,4 @@
-"""Branches on a tiny random model: fork, at, expand, score, append, release."""
+"""Branches on a tiny random model: fork, at, expand, append, release. Scores: test_score.py."""
 
 import asyncio
 import gc
@@ -29,14 +29,6 @@ def ids(count: int, *, start: int = 0) -> list[int]:
 def alone(engine: Engine, prompt: list[int], params: SamplingParams) -> Completion:
     [done] = engine.generate(prompt, params)
     return done
-
-
-def model_logprobs(path: Path, tokens: list[int]) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0].log_softmax(dim=-1)
 
 
 def test_generating_extends_the_path_and_the_next_call_finds_it(tiny_engine: Engine) -> None:
@@ -199,83 +191,6 @@ def test_leaving_expand_many_early_aborts_and_releases_the_rest(tiny_engine: Eng
     assert tiny_engine.stats().running == tiny_engine.stats().waiting == 0
 
 
-# Scores
-
-
-def test_scores_agree_with_transformers(tiny_path: Path, tiny_engine: Engine) -> None:
-    continuations = [[5], [5, 6, 7], ids(30, start=3), [200, 1]]
-    with tiny_engine.branch(ids(21)) as root:
-        scores = root.score(continuations)
-        assert root.token_ids == ids(21)
-    for continuation, score in zip(continuations, scores, strict=True):
-        expected = model_logprobs(tiny_path, ids(21) + continuation)
-        for offset, entry in enumerate(score.token_logprobs):
-            assert entry.token_id == continuation[offset]
-            assert abs(entry.logprob - float(expected[20 + offset, entry.token_id])) < 1e-3
-        assert score.total == pytest.approx(sum(entry.logprob for entry in score.token_logprobs))
-        assert score.mean == pytest.approx(score.total / len(continuation))
-
-
-def test_scores_are_the_same_bits_warm_and_cold_and_leave_the_prefix_cached(tiny_engine: Engine) -> None:
-    with tiny_engine.branch(ids(40)) as root:
-        cold = root.score([[1, 2, 3], [4]])
-        warm = root.score([[1, 2, 3], [4]])
-        single = root.score([[4]])
-    assert cold == warm
-    assert single[0] == warm[1]
-    assert alone(tiny_engine, ids(40), GREEDY).usage.cached_tokens >= 32
-
-
-def test_a_score_reads_the_end_of_the_path_once_and_no_last_token(tiny_engine: Engine) -> None:
-    with tiny_engine.branch(ids(40)) as root:
-        root.score([[1]])
-        before = tiny_engine.stats().computed_tokens
-        root.score([[1, 2, 3], [4], [5, 6], [1]])
-        assert tiny_engine.stats().computed_tokens - before == 1 + 2 + 0 + 1 + 0
-
-
-@pytest.mark.parametrize("bad", [[], [""], [[]], "text", [[10**6]], [[1], []]])
-def test_a_score_of_nothing_is_refused(tiny_engine: Engine, bad: object) -> None:
-    with tiny_engine.branch(ids(20)) as root:
-        with pytest.raises(InvalidRequest):
-            root.score(bad)
-        assert len(root.score([[1]])) == 1
-
-
-def test_next_token_logprobs(tiny_path: Path, tiny_engine: Engine) -> None:
-    expected = model_logprobs(tiny_path, ids(21))[20]
-    with tiny_engine.branch(ids(21)) as root:
-        for token_id, logprob in root.next_token_logprobs([3, 1, 2]):
-            assert abs(logprob - float(expected[token_id])) < 1e-3
-        top = root.next_token_logprobs(top=5)
-        assert [token_id for token_id, _ in top] == expected.topk(5).indices.tolist()
-        assert root.token_ids == ids(21)
-
-
-def test_b32_prompt_logprobs_are_the_same_warm_and_cold_and_flush_nothing(
-    tiny_path: Path, tiny_engine: Engine
-) -> None:
-    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=1, ignore_eos=True)
-    cold = alone(tiny_engine, ids(40), params)
-    alone(tiny_engine, ids(40), GREEDY)
-    warm = alone(tiny_engine, ids(40), params)
-    assert warm.prompt_logprobs == cold.prompt_logprobs
-    assert warm.usage.cached_tokens == 0
-    assert alone(tiny_engine, ids(40), GREEDY).usage.cached_tokens == 39, "the cache is as it was"
-    expected = model_logprobs(tiny_path, ids(40) + warm.token_ids)
-    assert [entry.token_id for entry in warm.prompt_logprobs] == ids(40)[1:]
-    for position, entry in enumerate([*warm.prompt_logprobs, *warm.logprobs]):
-        assert abs(entry.logprob - float(expected[position, entry.token_id])) < 1e-3
-    assert all(len(entry.top) == 2 for entry in warm.prompt_logprobs)
-    assert warm.logprobs[0].top[0][0] == warm.token_ids[0]
-
-
-def test_streamed_chunks_carry_logprobs(tiny_engine: Engine) -> None:
-    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
-    chunks = list(tiny_engine.stream(ids(10), params))
-    assert [entry for chunk in chunks for entry in chunk.logprobs or []] == chunks[-1].completion.logprobs
-
-
 # Sampling
 
 
@@ -433,8 +348,11 @@ def test_a_path_never_outgrows_the_context(tiny_path: Path) -> None:
             == "length"
         )
         assert len(branch) == 30
+        for call in (branch.generate, branch.next_token_logprobs, lambda: branch.expand(2)):
+            with pytest.raises(PromptTooLong):
+                call()
         with pytest.raises(PromptTooLong):
-            branch.generate(GREEDY)
+            engine.expand_many([branch], 2)
 
 
 def test_the_async_twins_do_the_same(tiny_engine: Engine) -> None:
