@@ -39,6 +39,9 @@ ALLOWED = {
                                "phloem.runtime.sampling_params"),
     "phloem.runtime.sampling_params": ("phloem.runtime.errors", "phloem.runtime.grammar"),
     "phloem.runtime.errors": (),
+    "phloem.runtime.frontend": ("phloem.runtime.engine", "phloem.runtime.branch", "phloem.runtime.errors",
+                                "phloem.runtime.expand", "phloem.runtime.grammar", "phloem.runtime.outputs",
+                                "phloem.runtime.sampling_params", "phloem.runtime.frontend"),
     "phloem.runtime.cli": ("phloem.runtime", "phloem.radix", "phloem.kernels"),
 }  # fmt: skip
 ABOVE = ("phloem.runtime.cli", "phloem.runtime.server", "phloem.runtime.frontend")

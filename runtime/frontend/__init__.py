@@ -1,0 +1,1 @@
+"""What people program with, above `Engine` and `Branch` only: programs, chat sessions, tree search."""
