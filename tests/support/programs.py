@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from array import array
 from collections.abc import Coroutine
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from stepped_engine import Lab, Record, SteppedEngine
+from comparison import Comparison, Report, Scored, Told
+from stepped_engine import Lab, SteppedEngine
 
 from phloem.radix import Namespace
 from phloem.runtime import Branch, BranchReleased, Completion, Grammar, SamplingParams
-from phloem.runtime.branch import Score
-from phloem.runtime.generation import QueueSink
-from phloem.runtime.path import Path as TokenPath
-from phloem.runtime.request import Request
 
 ACTIONS = {
     "requests": 12, "open": 10, "append": 10, "generate": 20, "fork": 10, "at": 8, "expand": 6, "score": 12, "next": 3,
@@ -28,47 +23,11 @@ MAX_BRANCHES = 12
 
 
 @dataclass(slots=True)
-class Report:
-    """What a program did besides giving the right answers."""
-
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    preemptions: int = 0
-    evictions: int = 0
-    rows_copied: int = 0
-    shared_tails: int = 0
-    """Forks that shared a partly filled block."""
-
-    forks_of_running: int = 0
-    """Forks of branches that were generating."""
-
-    aborts: int = 0
-    scores: int = 0
-    compared: int = 0
-    """Requests that were run again alone, and agreed."""
-
-    compared_rows: int = 0
-    """Rows of logits that had the same bits."""
-
-    def add(self, other: Report) -> None:
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-
-
-@dataclass(slots=True)
 class Job:
     """A call that waits for its answer."""
 
     task: asyncio.Task[None]
     branch: Branch | None
-
-
-@dataclass(slots=True)
-class Scored:
-    """The answer to a score."""
-
-    tokens: list[int]
-    score: Score
 
 
 @dataclass(slots=True)
@@ -96,6 +55,7 @@ class Program:
         self.jobs: list[Job] = []
         self.completions: list[Completion] = []
         self.scores: list[Scored] = []
+        self.told: list[Told] = []
         self.max_new_tokens = limits.longest // 3 if is_crowded else 8
         self.longest_prompt = limits.longest // 5 if is_crowded else limits.longest - 12
         vocabulary = engine.model.vocab_size
@@ -209,11 +169,9 @@ class Program:
     def _do_next(self) -> None:
         branch = self._any_branch(room=1)
         if branch is not None:
+            asked = self.draw.choice([{"top": 3}, {"candidates": [5, 3, 200]}])
             with self.engine.running():
-                if self.draw.random() < 0.5:
-                    branch.next_token_logprobs(top=3)
-                else:
-                    branch.next_token_logprobs([5, 3, 200])
+                self.told.append(Told(branch.token_ids, branch.next_token_logprobs(**asked)))
 
     def _do_release(self) -> None:
         branch = self._any_branch()
@@ -285,86 +243,6 @@ class Program:
         return self.draw.choice(fitting) if fitting else None
 
 
-class Comparison:
-    """Runs each request of a program again: alone, with the cache off, its prompt in one piece."""
-
-    def __init__(self, warm: SteppedEngine, cold: SteppedEngine, report: Report) -> None:
-        self.records = warm.runner.records
-        self.cold = cold
-        self.report = report
-
-    def check_requests(self) -> None:
-        """Compare tokens, log-probabilities and every row of logits, also of what was aborted, as far as it came."""
-        for record in self.records.values():
-            if record.logits:
-                self._check_same(record, self._alone(record))
-                self.report.compared += 1
-                self.report.compared_rows += len(record.logits)
-                self.report.cached_tokens += record.request.cached_tokens or 0
-
-    def check_completions(self, completions: list[Completion]) -> None:
-        """Check that callers got what was recorded."""
-        for done in completions:
-            usage = done.usage
-            assert 0 <= usage.cached_tokens < usage.prompt_tokens
-            record = self.records.get(done.request_id)
-            if record is None:
-                assert done.finish_reason == "abort"
-                assert not done.token_ids
-                continue
-            output = dict(enumerate(done.token_ids, start=len(record.prompt)))
-            assert record.tokens.items() <= output.items()
-            assert usage.prompt_tokens == len(record.prompt)
-            assert usage.completion_tokens == len(output)
-            assert (done.prompt_logprobs or []) == record.scored
-            assert (done.logprobs or []) == record.sampled
-
-    def check_scores(self, scores: list[Scored]) -> None:
-        """Check that callers got the scores that were recorded."""
-        recorded = {
-            (tuple(record.prompt), record.logits_from): record.scored for record in self.records.values()
-        }
-        firsts = {
-            (*record.prompt, token_id): logprob
-            for record in self.records.values()
-            for token_id, logprob in zip(record.request.candidate_ids, record.candidates, strict=False)
-        }
-        for each in scores:
-            first, *rest = each.score.token_logprobs
-            assert [first.token_id, *(entry.token_id for entry in rest)] == each.tokens[-len(rest) - 1 :]
-            begin = len(each.tokens) - len(rest)
-            assert first.logprob == firsts[tuple(each.tokens[:begin])]
-            assert not rest or rest == recorded[tuple(each.tokens), begin - 1]
-        self.report.scores += len(scores)
-
-    def _alone(self, record: Record) -> Record:
-        request, core = record.request, self.cold.core
-        again = Request(
-            id=core.next_request_id(),
-            path=TokenPath(request.namespace, array("i", record.prompt)),
-            params=request.params,
-            seed=request.seed,
-            max_len=max(record.tokens, default=len(record.prompt) - 1) + 1,
-            child_index=request.child_index,
-            logits_from=record.logits_from,
-            candidate_ids=request.candidate_ids,
-            constraint=core.constraint(request.params),
-        )
-        core.submit(again, QueueSink())
-        self.cold.step()
-        return self.cold.runner.records.pop(again.id)
-
-    def _check_same(self, warm: Record, cold: Record) -> None:
-        assert warm.tokens == cold.tokens, warm.request.id
-        assert warm.candidates == cold.candidates
-        assert warm.sampled == cold.sampled
-        assert warm.scored == cold.scored[: len(warm.scored)]
-        for position, row in warm.logits.items():
-            assert torch.equal(row, cold.logits[position]), (
-                f"other bits after position {position} of request {warm.request.id}"
-            )
-
-
 def run_program(lab: Lab, seed: int, limits: Limits) -> Report:
     """Run one random program, then each of its requests alone; assert equal tokens and equal bits of logits."""
     draw = random.Random(seed)
@@ -387,5 +265,5 @@ def run_program(lab: Lab, seed: int, limits: Limits) -> Report:
         comparison = Comparison(engine, cold, program.report)
         comparison.check_requests()
         comparison.check_completions(program.completions)
-        comparison.check_scores(program.scores)
+        comparison.check_told(program.told, program.scores)
     return program.report
