@@ -10,11 +10,12 @@ Text is a view of tokens. Nothing here is ever used to get from generated tokens
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phloem.runtime.chat_messages import KnownAnswers, SpecialTextGuard, checked_messages
 from phloem.runtime.errors import InvalidRequest, ModelCorrupted
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ _MAX_BYTE_RUN = 64
 
 _MAX_CHARACTER = 4
 """Bytes of the longest character in UTF-8."""
-
-_PRIVATE_USE = range(0xE000, 0xF8FF)
 
 
 class Tokenizer:
@@ -132,6 +131,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
+        answers: Mapping[int, Sequence[int]] | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation under the model's chat template.
 
@@ -142,14 +142,25 @@ class Tokenizer:
                 (``name``, ``tool_calls``) are handed to the template.
             add_generation_prompt: End with the opening of the assistant's turn.
             template_options: More variables for the template, such as ``tools``.
+            answers: By the index of a message, the ids that a model generated and whose text is its content. Where the
+                template leaves that text as it is, these ids stand, which encoding the text might not give.
 
         Raises:
             InvalidRequest: A message is malformed (`field` says which), the template refuses the conversation,
                 or the model has no chat template.
         """
-        checked = [_check_message(message, index) for index, message in enumerate(_check_messages(messages))]
-        guard = _SpecialTextGuard(self._special_texts, checked)
-        rendered = self._render(guard.hide(checked), add_generation_prompt, template_options or {})
+        checked = checked_messages(messages)
+        guard = SpecialTextGuard(self._special_texts, checked)
+        hidden = guard.hide(checked)
+        known = KnownAnswers(answers or {}, hidden)
+        rendered = self._render(known.mark(hidden), add_generation_prompt, template_options or {})
+        ids: list[int] = []
+        for piece in known.pieces(rendered):
+            ids += self._encode_rendered(piece, guard) if isinstance(piece, str) else piece
+        return ids
+
+    def _encode_rendered(self, rendered: str, guard: SpecialTextGuard) -> list[int]:
+        """Return the ids of a template's text, in which messages' own spellings of special tokens are hidden."""
         if not guard.found:
             return self.encode(rendered, add_special_tokens=False)
         ids: list[int] = []
@@ -346,103 +357,6 @@ class StopChecker:
             if any(stop.startswith(end) for stop in self._stops):
                 return length
         return 0
-
-
-class _SpecialTextGuard:
-    """Hides special tokens' spellings in messages while the template is rendered.
-
-    Each spelling is replaced by two characters of Unicode's private use area that no message uses, so that after
-    rendering only the template's own special tokens can be seen as such.
-    """
-
-    def __init__(self, special_texts: Mapping[str, int], messages: list[dict[str, Any]]) -> None:
-        contents = "\n".join(_strings_in(messages))
-        self._texts = [text for text in sorted(special_texts, key=len, reverse=True) if text in contents]
-        unused = (chr(code) for code in _PRIVATE_USE if chr(code) not in contents)
-        self._marks = {text: next(unused) for text in self._texts}
-
-    @property
-    def found(self) -> bool:
-        """Whether any message spells a special token."""
-        return bool(self._texts)
-
-    def hide(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with a mark in place of each spelling, be it in the content, the role or deeper."""
-        return [self._hidden(message) for message in messages]
-
-    def reveal(self, text: str) -> str:
-        """Put the spellings back."""
-        for spelling, mark in self._marks.items():
-            text = text.replace(mark, spelling)
-        return text
-
-    def _hidden(self, value: Any) -> Any:
-        if isinstance(value, str):
-            for spelling, mark in self._marks.items():
-                value = value.replace(spelling, mark)
-            return value
-        if isinstance(value, Mapping):
-            return {self._hidden(key): self._hidden(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._hidden(each) for each in value]
-        return value
-
-
-def _strings_in(value: Any) -> Iterator[str]:
-    """Yield every string of nested lists and mappings, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _strings_in(key)
-            yield from _strings_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _strings_in(each)
-
-
-def _check_messages(messages: object) -> Sequence[object]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise InvalidRequest(
-            "messages must be a list of at least one {'role': ..., 'content': ...}", field="messages"
-        )
-    return messages
-
-
-def _check_message(message: object, index: int) -> dict[str, Any]:
-    """Return a copy of the message whose content is one string."""
-    field = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{field} must be a mapping, not {type(message).__name__}", field=field)
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidRequest(
-            f"{field}.role must be a string such as 'user', not {role!r}", field=f"{field}.role"
-        )
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        content = ""
-    return {**message, "content": _content_text(content, f"{field}.content")}
-
-
-def _content_text(content: object, field: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise InvalidRequest(
-            f"{field} must be a string or a list of text parts, not {content!r}", field=field
-        )
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
-            raise InvalidRequest(
-                f"{field}[{index}] must be {{'type': 'text', 'text': ...}}; only text is supported",
-                field=f"{field}[{index}]",
-            )
-        texts.append(text)
-    return "".join(texts)
 
 
 def _optional_id(value: object) -> int | None:
