@@ -7,7 +7,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phloem.radix import Explanation, Lease, Namespace, PinRefused
@@ -15,7 +15,7 @@ from phloem.runtime.engine_core import EngineCore
 from phloem.runtime.errors import BranchReleased, CacheFull, InvalidRequest
 from phloem.runtime.fan_out import Child
 from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Progress, QueueSink, Sink
-from phloem.runtime.outputs import Chunk, Completion, TokenLogprob
+from phloem.runtime.outputs import Chunk, Completion, TokenLogprob, Usage
 from phloem.runtime.path import Path
 from phloem.runtime.prompts import encode_continuation
 from phloem.runtime.request import Phase, Request
@@ -29,6 +29,8 @@ class Score:
     """How likely a continuation is after a branch."""
 
     token_logprobs: list[TokenLogprob]
+    usage: Usage = field(compare=False)
+    """Of the branch with the continuation. The first of several counts what the branch itself had to compute."""
 
     @property
     def total(self) -> float:
@@ -189,20 +191,14 @@ class Branch:
             InvalidRequest: A continuation is empty; or holds ids that are none.
             PromptTooLong: The path with it would not fit the context.
         """
-        children = self._score_children(continuations, QueueSink)
-        self.fan_out(children)
-        try:
-            return [Score(self._result(child).prompt_logprobs or []) for child in children]
-        except BaseException:
-            self._core.drop(children)
-            raise
+        return self.scores_of([self], continuations)[0]
 
     async def ascore(self, continuations: Sequence[str | Sequence[int]]) -> list[Score]:
         """Do as `score`, for an event loop."""
         children = self._score_children(continuations, AsyncSink)
         self.fan_out(children)
         try:
-            return [Score((await self._aresult(child)).prompt_logprobs or []) for child in children]
+            return [_score(await self._aresult(child)) for child in children]
         except BaseException:
             self._core.drop(children)
             raise
@@ -223,6 +219,24 @@ class Branch:
         """Return what `next_token_logprobs` gives for each of several branches, computed together."""
         children = [branch._start_next((), top) for branch in branches]
         return [branch._next_result(child, ()) for branch, child in zip(branches, children, strict=True)]
+
+    @staticmethod
+    def scores_of(
+        branches: Sequence[Branch], continuations: Sequence[str | Sequence[int]]
+    ) -> list[list[Score]]:
+        """Return what `score` gives for each of several branches, computed together."""
+        families = [branch._score_children(continuations, QueueSink) for branch in branches]
+        try:
+            for branch, children in zip(branches, families, strict=True):
+                branch.fan_out(children)
+            return [
+                [_score(branch._result(child)) for child in children]
+                for branch, children in zip(branches, families, strict=True)
+            ]
+        except BaseException:
+            for branch, children in zip(branches, families, strict=True):
+                branch._core.drop(children)
+            raise
 
     # Keeping and ending
 
@@ -374,6 +388,10 @@ class Branch:
     def _encode(self, continuation: str | Sequence[int], name: str) -> array[int]:
         core = self._core
         return encode_continuation(continuation, core.tokenizer, vocab_size=core.model.vocab_size, name=name)
+
+
+def _score(result: Completion) -> Score:
+    return Score(result.prompt_logprobs or [], result.usage)
 
 
 def branch_from_dict(core: EngineCore, state: Mapping[str, Any]) -> Branch:

@@ -21,7 +21,7 @@ from phloem.runtime.config import EngineConfig
 from phloem.runtime.engine_core import EngineCore, deadline
 from phloem.runtime.engine_loop import EngineLoop
 from phloem.runtime.errors import InvalidRequest
-from phloem.runtime.expand import expand
+from phloem.runtime.expand import Expansion, expand
 from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Progress, QueueSink
 from phloem.runtime.grammar import GrammarCompiler
 from phloem.runtime.memory import pool_size
@@ -197,7 +197,11 @@ class Engine:
             InvalidRequest: `n`, a parameter or a branch's length is wrong; nothing has been started then.
             PhloemError: A child failed; the others have been aborted and released.
         """
-        return (child for _, child in expand(self._core, branches, n, params))
+        return expand(self._core, branches, n, params)
+
+    def expansion(self) -> Expansion:
+        """Return an empty expansion: as `expand_many`, but more can be added while children are under way."""
+        return Expansion(self._core)
 
     def explain(self, prompt: Prompt, *, namespace: Namespace | None = None) -> Explanation:
         """Tell how much of a prompt would come from the cache, and why the rest would not. Runs and changes nothing.

@@ -149,8 +149,12 @@ class EngineCore:
         *,
         keeps_path: bool = False,
         timeout_s: float | None = None,
+        first: int = 0,
     ) -> list[Child]:
-        """Make children that generate from the end of a path of `path_len` tokens, each with its own draws."""  # fmt: skip
+        """Make children that generate from the end of a path of `path_len` tokens, each with its own draws.
+
+        Child i draws as child `first + i`.
+        """
         seed = self.seed_of(params)
         room = self.max_model_len - path_len
         return [
@@ -165,7 +169,7 @@ class EngineCore:
                 keeps_path=keeps_path,
                 deadline_s=deadline(timeout_s),
             )
-            for index, sink in enumerate(sinks)
+            for index, sink in enumerate(sinks, start=first)
         ]
 
     def request(

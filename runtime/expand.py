@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
+import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from phloem.runtime.branch import Branch, check_expansion
 from phloem.runtime.engine_core import EngineCore
+from phloem.runtime.errors import InvalidRequest
 from phloem.runtime.fan_out import Child
 from phloem.runtime.generation import Item
 from phloem.runtime.sampling_params import SamplingParams
@@ -26,39 +30,114 @@ class ChildSink:
             self._events.put((self, item))
 
 
+@dataclass(frozen=True, slots=True)
+class Born:
+    """A child that is done."""
+
+    family: int
+    """What the `add` that it comes from returned."""
+
+    index: int
+    """Its number; the first of an `add` has that call's `first`."""
+
+    branch: Branch
+    """With its `completion`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Expected:
+    family: int
+    child: Child
+
+
+class Expansion:
+    """Children under way; more can be added between two of them. Iterate over it to get each as soon as it is done.
+
+    The iteration ends when none is under way; after another `add` it can be taken up again. Leaving the `with` block, or
+    losing the last reference, aborts and releases those that were not handed out. For one thread at a time.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._expected: dict[ChildSink, _Expected] = {}
+        self._families = itertools.count()
+        self._finalizer = weakref.finalize(self, _drop, core, self._expected)
+        self._finalizer.atexit = False
+
+    def __enter__(self) -> Expansion:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def add(self, branch: Branch, n: int, params: SamplingParams | None = None, *, first: int = 0) -> int:
+        """Start n children of a branch, numbered from `first`; child i draws from (seed, i). Return the family's number.
+
+        Raises:
+            InvalidRequest: `n`, `first` or a parameter is wrong.
+            PromptTooLong: The path leaves no room for a token more.
+        """
+        params = check_expansion(self._core, n, params)
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise InvalidRequest(f"first must be a whole number of at least 0, not {first!r}", field="first")
+        self._core.check_length(len(branch), new_tokens=1, name="the path")
+        sinks = [ChildSink(self._events) for _ in range(n)]
+        children = self._core.children(len(branch), params, sinks, keeps_path=True, first=first)
+        family = next(self._families)
+        self._expected.update(
+            {sink: _Expected(family, child) for sink, child in zip(sinks, children, strict=True)}
+        )
+        branch.fan_out(children)
+        return family
+
+    def __iter__(self) -> Iterator[Born]:
+        """Yield the children in the order in which they finish.
+
+        Raises:
+            PhloemError: A child failed; the others are still under way.
+        """
+        while self._expected:
+            sink, item = self._events.get()
+            expected = self._expected.pop(sink)
+            if isinstance(item, Exception):
+                raise item
+            request = expected.child.request
+            assert request is not None
+            yield Born(
+                expected.family, expected.child.index, Branch(self._core, request.path, item.completion)
+            )
+
+    def close(self) -> None:
+        """Abort and release what is under way."""
+        _drop(self._core, self._expected)
+
+
 def expand(
     core: EngineCore, branches: Sequence[Branch], n: int, params: SamplingParams | None
-) -> Iterator[tuple[int, Branch]]:
-    """Start n children of each branch, and yield (number, child) as they finish, numbered branch by branch.
+) -> Iterator[Branch]:
+    """Start n children of each branch, and yield them as they finish.
 
     Arguments are checked at once; the children start with the first `next`. What has not finished when the iterator is
     closed, or fails, is aborted and released.
     """
     params = check_expansion(core, n, params)
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    families = []
     for index, branch in enumerate(branches):
         core.check_length(len(branch), new_tokens=1, name=f"branches[{index}]")
-        sinks = [ChildSink(events) for _ in range(n)]
-        families.append((branch, core.children(len(branch), params, sinks, keeps_path=True)))
-    return _run(core, families, events)
+    return _run(core, branches, n, params)
 
 
-def _run(
-    core: EngineCore, families: list[tuple[Branch, list[Child]]], events: queue.SimpleQueue[Event]
-) -> Iterator[tuple[int, Branch]]:
-    children = [child for _, of_branch in families for child in of_branch]
-    numbers = {child.sink: number for number, child in enumerate(children)}
-    try:
-        for branch, of_branch in families:
-            branch.fan_out(of_branch)
-        while numbers:
-            sink, item = events.get()
-            number = numbers.pop(sink)
-            if isinstance(item, Exception):
-                raise item
-            request = children[number].request
-            assert request is not None
-            yield number, Branch(core, request.path, item.completion)
-    finally:
-        core.drop([children[number] for number in numbers.values()])
+def _run(core: EngineCore, branches: Sequence[Branch], n: int, params: SamplingParams) -> Iterator[Branch]:
+    with Expansion(core) as expansion:
+        for branch in branches:
+            expansion.add(branch, n, params)
+        for born in expansion:
+            yield born.branch
+
+
+def _drop(core: EngineCore, expected: dict[ChildSink, _Expected]) -> None:
+    core.drop([each.child for each in expected.values()])
+    expected.clear()
