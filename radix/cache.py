@@ -263,7 +263,9 @@ class RadixCache:
         """The leases that live, the first to end first. O(leases · log leases). Changes nothing."""
         return self._leases.infos()
 
-    def acquire(self, namespace: Namespace, tokens: Tokens, *, num_blocks: int, priority: int = 0) -> Grip:
+    def acquire(
+        self, namespace: Namespace, tokens: Tokens, *, num_blocks: int, spare: int = 0, priority: int = 0
+    ) -> Grip:
         """Matches, locks and allocates as one step: all of it, or nothing. May split a node; may evict.
 
         The caller then has `num_blocks` blocks, the hit's and private ones, in this order; it gives them back with
@@ -279,6 +281,7 @@ class RadixCache:
             namespace: The path's namespace.
             tokens: What to look up. At most n - 1 tokens of an n-token prompt, so that one is left to compute.
             num_blocks: Length of the whole block table that the caller wants; no new block if the hit is longer.
+            spare: How many more blocks must be left free or evictable, for what the caller has promised to others.
             priority: Raises the priority of what it hits.
 
         Raises:
@@ -290,7 +293,7 @@ class RadixCache:
         self._leases.expire()
         place = self._tree.walk(self._tree.root(namespace), query)
         needed = max(0, num_blocks - place.num_blocks)
-        self._require_room(needed, reserved=unlocked_blocks(place))
+        self._require_room(needed + spare, reserved=unlocked_blocks(place))
         tail = self._tree.tail(place, self._rest(place, query))
         node = self._tree.split(place.node, place.num_blocks)
         self._residency.lock(node)

@@ -34,6 +34,7 @@ from phloem.runtime.path import Path as TokenPath
 from phloem.runtime.path_cache import PathCache
 from phloem.runtime.progress import track
 from phloem.runtime.prompts import Prompt, as_prompts, encode
+from phloem.runtime.request import Cohort
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.scheduler import Scheduler
 
@@ -286,19 +287,22 @@ class Engine:
 
         Depth first, each prompt comes right after those that it shares most with: a small pool computes shared parts once.
         """
+        cohort = Cohort() if len(jobs) > 1 else None
         handles: list[list[Handle]] = [[] for _ in jobs]
         for index in sorted(range(len(jobs)), key=lambda index: jobs[index].path.tokens.tolist()):
             handles[index] = [
                 make(sink, Progress(request_id, self.abort))
-                for request_id, sink in self._start(jobs[index], make_sink)
+                for request_id, sink in self._start(jobs[index], make_sink, cohort)
             ]
         return [handle for of_job in handles for handle in of_job]
 
-    def _start(self, job: _Job, make_sink: Callable[[], AnySink]) -> list[tuple[str, AnySink]]:
+    def _start(
+        self, job: _Job, make_sink: Callable[[], AnySink], cohort: Cohort | None
+    ) -> list[tuple[str, AnySink]]:
         core, params = self._core, job.params
         if params.n == 1:
             sink = make_sink()
-            request = core.request(job.path, params, timeout_s=job.timeout_s)
+            request = core.request(job.path, params, timeout_s=job.timeout_s, cohort=cohort)
             core.submit(request, sink)
             return [(request.id, sink)]
         sinks = [make_sink() for _ in range(params.n)]

@@ -23,7 +23,7 @@ from phloem.runtime.models.config import ModelConfig
 from phloem.runtime.output import OutputStream
 from phloem.runtime.path import Path
 from phloem.runtime.path_cache import PathCache
-from phloem.runtime.request import Request
+from phloem.runtime.request import Cohort, Request
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.tokenizer import Tokenizer
 
@@ -173,7 +173,13 @@ class EngineCore:
         ]
 
     def request(
-        self, path: Path, params: SamplingParams, *, keeps_path: bool = False, timeout_s: float | None = None
+        self,
+        path: Path,
+        params: SamplingParams,
+        *,
+        keeps_path: bool = False,
+        timeout_s: float | None = None,
+        cohort: Cohort | None = None,
     ) -> Request:
         """Make a request that generates on a path."""
         limit = self.max_model_len
@@ -187,6 +193,7 @@ class EngineCore:
             constraint=self.constraint(params),
             keeps_path=keeps_path,
             deadline_s=deadline(timeout_s),
+            cohort=cohort,
         )
 
     def constraint(self, params: SamplingParams) -> Constraint | None:

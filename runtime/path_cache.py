@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from phloem.radix import Explanation, Lease, Miss, MissReason, Namespace, OutOfBlocks, RadixCache
+from phloem.radix import Explanation, Lease, Miss, MissReason, Namespace, NodeRef, OutOfBlocks, RadixCache
 from phloem.runtime.batch import RowCopy
 from phloem.runtime.explain import with_known
 from phloem.runtime.path import Path, SharedTail, Sighting
@@ -35,6 +35,8 @@ class PathCache:
         self.tails = TailStore(max_tails=max(1, cache.pool.num_blocks // TAIL_SHARE))
         self._idle: dict[Path, None] = {}
         """Resident idle paths, used longest ago first."""
+        self._kept: dict[Path, NodeRef] = {}
+        """Locks for suspended paths, on what the tree has of them; kept longest first."""
 
     @property
     def num_idle(self) -> int:
@@ -75,13 +77,14 @@ class PathCache:
 
     # Active paths
 
-    def admit(self, path: Path, *, reusable: int, num_tokens: int) -> list[RowCopy]:
+    def admit(self, path: Path, *, reusable: int, num_tokens: int, spare: int = 0) -> list[RowCopy]:
         """Make a suspended or idle path active: lock its cached prefix, and give it room for `num_tokens`.
 
         Args:
             path: What it has computed already is used, unless the tree has more.
             reusable: How many of its first tokens need no computing; at least the rest will be computed.
             num_tokens: How many will be computed at all.
+            spare: How many blocks more must be left free or evictable. Only for a path that is suspended.
 
         Returns:
             Copies to make before the step writes, in this order.
@@ -97,7 +100,8 @@ class PathCache:
         try:
             if path.is_resident:
                 return self.grow(path, num_tokens)
-            return self._suspending_idle(lambda: self._acquire(path, reusable, num_tokens))
+            tail = self._find_tail(path, reusable)  # now: it may be dropped to make room for this very path
+            return self._suspending_idle(lambda: self._acquire(path, reusable, num_tokens, spare, tail))
         except OutOfBlocks:
             self.park(path)
             raise
@@ -136,6 +140,7 @@ class PathCache:
     def release(self, path: Path) -> None:
         """Give back all that a path holds: it is suspended now. What it committed stays in the tree while there is room."""
         self._idle.pop(path, None)
+        self._drop_kept(path)
         if path.ref is not None:
             self.cache.unlock(path.ref)
         self._free_from(path, path.num_committed // self.block_size)
@@ -147,6 +152,22 @@ class PathCache:
         """Release a path that nobody goes on with, but keep its tail for others that begin alike."""
         self._keep_tail(path)
         self.release(path)
+
+    def keep(self, path: Path) -> None:
+        """Lock what the tree has of a suspended path, until it is admitted or released, or others need the memory more."""
+        hit = self.cache.match(path.namespace, path.tokens)
+        if hit.num_tokens == 0:
+            return
+        self.cache.lock(hit.node)
+        self._drop_kept(path)
+        self._kept[path] = hit.node
+
+    def drop_kept(self) -> bool:
+        """Give up the lock of the path that was kept first. False: there is none."""
+        if not self._kept:
+            return False
+        self._drop_kept(next(iter(self._kept)))
+        return True
 
     def clear(self) -> None:
         """Forget all that is cached. Active and idle paths keep what they hold."""
@@ -200,25 +221,39 @@ class PathCache:
             path.sighting = seen
         return seen
 
-    def _acquire(self, path: Path, reusable: int, num_tokens: int) -> list[RowCopy]:
+    def _acquire(
+        self, path: Path, reusable: int, num_tokens: int, spare: int, tail: tuple[Tail, int] | None
+    ) -> list[RowCopy]:
         num_blocks = self.blocks_for(num_tokens)
         if not self.prefix_cache:
             path.block_table = self.cache.allocate(num_blocks)
             return []
         with memoryview(path.tokens) as tokens:
-            grip = self.cache.acquire(path.namespace, tokens[:reusable], num_blocks=num_blocks)
+            grip = self.cache.acquire(path.namespace, tokens[:reusable], num_blocks=num_blocks, spare=spare)
+        self._drop_kept(path)
         path.ref = grip.node
         path.block_table = [*grip.blocks, *grip.new_blocks]
         path.num_committed = grip.num_tokens
-        rest = path.tokens[grip.num_tokens : min(reusable, grip.num_tokens + self.block_size)]
         source, rows = grip.tail_block, grip.tail_tokens
-        # A tail that was freed for this very allocation is not found any more; one that is found is copied before it can be written.
-        kept = self.tails.find(self._place(path), rest)
-        if kept is not None and kept[1] > rows:
-            source, rows = kept[0].block, kept[1]
-            self.tails.touch(kept[0])
+        # Either block may be among the new ones by now: it is copied before anybody writes to it.
+        if tail is not None and tail[1] > rows:
+            source, rows = tail[0].block, tail[1]
+            self.tails.touch(tail[0])
         path.num_computed = grip.num_tokens + rows
         return [] if source is None else [RowCopy(source, grip.new_blocks[0], rows)]
+
+    def _find_tail(self, path: Path, reusable: int) -> tuple[Tail, int] | None:
+        """Find a kept tail with rows for the first `reusable` tokens of a suspended path, and how many it has of them."""
+        if not self.prefix_cache:
+            return None
+        seen = self._seen(path)
+        rest = path.tokens[seen.num_tokens : min(reusable, seen.num_tokens + self.block_size)]
+        return self.tails.find(self._place_after(path.namespace, seen.last_block), rest) if rest else None
+
+    def _drop_kept(self, path: Path) -> None:
+        ref = self._kept.pop(path, None)
+        if ref is not None:
+            self.cache.unlock(ref)
 
     def _place(self, path: Path) -> Place:
         """Where the path's tail begins."""

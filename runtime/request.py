@@ -10,6 +10,7 @@ prefills a branch, or scores a continuation. Or it computes the last token too, 
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,6 +30,18 @@ class Phase(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Cohort:
+    """Requests of one namespace that are submitted together, in the order of a walk through the tree of their prompts.
+
+    So each of them shares no more with any before it than with the one just before it, and a prefix is of no use any more
+    once the next request does not begin with it.
+    """
+
+    output_share: float | None = None
+    """The largest share of its longest possible output that any of them has generated; None while none has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +69,9 @@ class Request:
 
     keeps_path: bool = False
     """Whether the path stays resident (idle) after the end, for the branch that it belongs to."""
+
+    cohort: Cohort | None = None
+    """What it is submitted together with, depth first."""
 
     num_prompt_tokens: int = field(init=False)
     samples: bool = field(init=False)
@@ -117,6 +133,18 @@ class Request:
         """How many of the first tokens may come from the cache (rule 5): not those whose logits are wanted."""
         limit = self.num_to_compute - self.reads_next
         return limit if self.logits_from is None else min(limit, self.logits_from)
+
+    @property
+    def output_share(self) -> float:
+        """How much it has generated of what it may; only for one that samples."""
+        return (len(self.path.tokens) - self.num_prompt_tokens) / (self.max_len - self.num_prompt_tokens)
+
+    @property
+    def expected_len(self) -> int:
+        """How many tokens will be computed in all, if it generates as large a share of what it may as any of its cohort has."""
+        share = 1.0 if self.cohort is None or self.cohort.output_share is None else self.cohort.output_share
+        output_len = math.ceil(share * (self.max_len - self.num_prompt_tokens))
+        return max(self.num_to_compute, self.num_prompt_tokens + output_len - 1)
 
     @property
     def output_ids(self) -> list[int]:

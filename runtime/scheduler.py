@@ -13,11 +13,12 @@ Nothing here touches a tensor, and nothing here is thread-safe: the engine's loo
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 
 from phloem.radix import OutOfBlocks
 from phloem.radix.packing import TOKEN_BYTES
-from phloem.runtime.batch import Batch, Refusal, Row
+from phloem.runtime.batch import Batch, Refusal, Row, RowCopy
 from phloem.runtime.errors import CacheFull, QueueFull
 from phloem.runtime.path import Path
 from phloem.runtime.path_cache import PathCache
@@ -34,7 +35,9 @@ class Scheduler:
     """Continuous batching over a radix cache: decodes first, then chunks of prefill, within a budget of tokens.
 
     Owns every request's phase. Among waiting requests the longest cached prefix goes first, within bounds (`_next_waiting`); a
-    request whose next block is being computed for another one is held back until that block is there.
+    request whose next block is being computed for another one is held back until that block is there. Requests of a cohort
+    are admitted beside others only where that costs no other of the cohort what it can reuse: in memory for the longest of
+    their paths, no block of their tree is computed twice (as long as nobody else needs the memory).
 
     Progress: the oldest running request is never preempted, so it ends; then the next one is the oldest. The oldest waiting
     request is admitted after at most `MAX_PASSES` others, or refused when it does not fit with nothing else running.
@@ -119,6 +122,7 @@ class Scheduler:
         """End a request in any phase. Its path is released, or parked for the branch that keeps it; a second call does nothing."""
         if request.phase is Phase.FINISHED:
             return
+        self._leave_to_cohort(request)
         if request.phase is Phase.RUNNING:
             self.running.remove(request)
             if request.keeps_path:
@@ -150,6 +154,8 @@ class Scheduler:
                 batch.copies += self.paths.grow(request.path, request.num_to_compute)
                 return True
             except OutOfBlocks:
+                if self.paths.drop_kept():
+                    continue
                 victim = self.running[-1]
                 self._preempt(victim)
                 batch.rows = [row for row in batch.rows if row.request is not victim]
@@ -192,6 +198,8 @@ class Scheduler:
         oldest = window[0]
         if not self.paths.prefix_cache or oldest.passes >= MAX_PASSES:
             return oldest
+        if oldest.cohort is not None and not self.running:
+            return oldest  # others may not fit in beside what is kept for it
         rivals = [request for request in window if request.namespace == oldest.namespace]
         # The oldest of equals.
         chosen = max(rivals, key=self._cached_tokens) if len(rivals) > 1 else oldest
@@ -209,9 +217,7 @@ class Scheduler:
         if request.explanation is None:
             request.explanation = self.paths.explain(request.path, reusable=request.reusable)
         try:
-            copies = self.paths.admit(
-                request.path, reusable=request.reusable, num_tokens=request.num_to_compute
-            )
+            copies = self._make_room(request)
         except OutOfBlocks as error:
             if not self.running:
                 # Nothing will free a block by itself, so waiting would be for ever.
@@ -228,6 +234,55 @@ class Scheduler:
         if request.cached_tokens is None:
             request.cached_tokens = request.path.num_computed
         return True
+
+    def _make_room(self, request: Request) -> list[RowCopy]:
+        waits_for_others = request.cohort is not None and bool(self.running)
+        spare = self._spare(request) if waits_for_others else 0
+        while True:
+            try:
+                return self.paths.admit(
+                    request.path, reusable=request.reusable, num_tokens=request.num_to_compute, spare=spare
+                )
+            except OutOfBlocks:
+                if waits_for_others or not self.paths.drop_kept():
+                    raise
+
+    # Cohorts: depth first, so that memory for the longest path is enough to compute nothing twice
+
+    def _spare(self, request: Request) -> int:
+        """How many blocks to leave when a request of a cohort is admitted beside running ones. O(running + WINDOW).
+
+        What the cohort's running requests will grow by, lest one is preempted, or evicts what the next ones want; and if
+        it is not its cohort's turn yet, room for each of those whose turn comes before.
+        """
+        growth = sum(
+            max(0, self._extent(other) - len(other.path.block_table))
+            for other in self.running
+            if other.cohort is not None
+        )
+        own = self._extent(request) - self.paths.blocks_for(request.num_to_compute)
+        before = (
+            self._extent(other)
+            for other in self.waiting[:WINDOW]
+            if other.cohort is request.cohort and other.arrival < request.arrival
+        )
+        return growth + own + max(before, default=0)
+
+    def _extent(self, request: Request) -> int:
+        return self.paths.blocks_for(request.expected_len)
+
+    def _leave_to_cohort(self, request: Request) -> None:
+        """Keep what the next request of the cohort shares with one that ends: all others behind share less of it."""
+        cohort = request.cohort
+        if cohort is None or not self.paths.prefix_cache:
+            return
+        if request.samples and request.phase is Phase.RUNNING:
+            cohort.output_share = max(request.output_share, cohort.output_share or 0.0)
+        index = bisect(self.waiting, request.arrival, key=lambda other: other.arrival)
+        behind = (other for other in self.waiting[index : index + WINDOW] if other.cohort is cohort)
+        heir = next(behind, None)
+        if heir is not None:
+            self.paths.keep(heir.path)
 
     # Twins wait (rule 9)
 

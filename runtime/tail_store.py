@@ -65,8 +65,9 @@ class TailStore:
         return found if found is not None and found[1] else None
 
     def touch(self, tail: Tail) -> None:
-        """Count a tail as used now."""
-        self._by_age.move_to_end(tail)
+        """Count a tail as used now, if it is still kept."""
+        if tail in self._by_age:
+            self._by_age.move_to_end(tail)
 
     def pop_oldest(self) -> int:
         """Forget the tail that was used longest ago, and return its block."""

@@ -432,8 +432,24 @@ def test_a_pool_too_small_for_all_preempts_and_still_answers_right(tmp_path: Pat
     with Engine(path, dtype="float32", num_blocks=400) as roomy:
         expected = [done.token_ids for done in roomy.generate(prompts, params)]
     with Engine(path, dtype="float32", num_blocks=8, block_size=8) as tight:
-        assert [done.token_ids for done in tight.generate(prompts, params)] == expected
+        streams = [tight.stream(prompt, params) for prompt in prompts]
+        assert [stream.result().token_ids for stream in streams] == expected
         assert tight.stats().preemptions > 0
+        tight.check()
+
+
+def test_a_list_of_prompts_computes_what_they_share_once_in_memory_for_one_of_them(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m")
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = [[*ids(24, start=part), *ids(8, start=100 + n)] for n in range(4) for part in (0, 60, 120)]
+    with Engine(path, dtype="float32", num_blocks=400, block_size=8) as roomy:
+        expected = [done.token_ids for done in roomy.generate(prompts, params)]
+    with Engine(path, dtype="float32", num_blocks=8, block_size=8, max_running=8) as tight:
+        assert [done.token_ids for done in tight.generate(prompts, params)] == expected
+        stats = tight.stats()
+        assert stats.computed_tokens == 3 * (24 + 4 * 8) + 12 * 29
+        assert stats.preemptions == 0
+        assert stats.cache.evictions > 0
         tight.check()
 
 

@@ -9,7 +9,7 @@ from stepping import Stepper
 from phloem.radix import Namespace, PrefixMatch, RadixCache
 from phloem.radix.packing import Tokens
 from phloem.runtime import CacheFull, QueueFull
-from phloem.runtime.request import Phase
+from phloem.runtime.request import Cohort, Phase
 from phloem.runtime.scheduler import MAX_PASSES
 
 
@@ -255,31 +255,6 @@ def test_what_another_namespace_has_cached_changes_no_order() -> None:
     assert admissions(stepper) == ["first", "cold", "warm"]
 
 
-@pytest.mark.parametrize(("max_running", "num_paths"), [(1, 1), (4, 8)])
-def test_a_batch_costs_the_distinct_tokens_of_its_tree_when_memory_holds_the_longest_path(
-    max_running: int, num_paths: int
-) -> None:
-    draw = random.Random(5)
-    branching, depth = 3, 4
-    prompts: list[list[int]] = [[]]
-    for _ in range(depth):
-        prompts = [
-            [*prompt, *(draw.randrange(10**6) for _ in range(8))]
-            for prompt in prompts
-            for _ in range(branching)
-        ]
-    distinct = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
-    longest = depth * 8 // 4
-    # Several at once run ahead while twins wait, and need room for the paths that they are on.
-    stepper = Stepper(num_blocks=num_paths * (longest + 1), block_size=4, max_running=max_running)
-    for number, prompt in enumerate(sorted(prompts)):
-        stepper.add(prompt, name=str(number))
-    stepper.run()
-    assert stepper.computed == len(distinct)
-    assert sum(map(len, prompts)) > 2 * len(distinct)
-    assert stepper.cache.stats().evictions > 0
-
-
 def test_a_full_queue_refuses_one_more() -> None:
     stepper = Stepper(num_blocks=64, max_running=1, max_waiting=2)
     for number in range(2):
@@ -331,6 +306,7 @@ def test_b31_random_programs_read_only_what_is_theirs_and_give_the_same_answers(
     )
     capacity = num_blocks * block_size
     bases = [[draw.randrange(3) for _ in range(draw.randrange(1, capacity))] for _ in range(3)]
+    cohorts = [None, Cohort(), Cohort()]  # in any order, which costs computing and nothing else
     expected, live = {}, []
     for number in range(40):
         base = draw.choice(bases)
@@ -340,7 +316,8 @@ def test_b31_random_programs_read_only_what_is_theirs_and_give_the_same_answers(
         prompt = prompt[: capacity - 1]
         max_tokens = draw.randrange(1, min(12, capacity - len(prompt)) + 1)
         salt = draw.choice([None, None, "a"])
-        request = stepper.add(prompt, max_tokens=max_tokens, salt=salt, name=str(number))
+        cohort = draw.choice(cohorts)
+        request = stepper.add(prompt, max_tokens=max_tokens, salt=salt, name=str(number), cohort=cohort)
         expected[request.id] = stepper.output_of(prompt, max_tokens=max_tokens, salt=salt)
         live.append(request)
         for _ in range(draw.randrange(4)):

@@ -16,7 +16,7 @@ from phloem.runtime import SamplingParams
 from phloem.runtime.batch import Batch, Row
 from phloem.runtime.path import Path
 from phloem.runtime.path_cache import PathCache
-from phloem.runtime.request import Phase, Request
+from phloem.runtime.request import Cohort, Phase, Request
 from phloem.runtime.scheduler import Scheduler
 
 
@@ -54,7 +54,13 @@ class Stepper:
         """How many positions of each request were scored."""
 
     def add(
-        self, tokens: Sequence[int], *, max_tokens: int = 1, salt: str | None = None, name: str = "r"
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        salt: str | None = None,
+        name: str = "r",
+        cohort: Cohort | None = None,
     ) -> Request:
         request = Request(
             id=name,
@@ -62,6 +68,7 @@ class Stepper:
             params=SamplingParams(max_tokens=max_tokens),
             seed=0,
             max_len=len(tokens) + max_tokens,
+            cohort=cohort,
         )
         self.scheduler.add(request)
         return request
