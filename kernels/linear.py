@@ -29,6 +29,7 @@ class _LadderKey:
     out_features: int
     in_features: int
     dtype: torch.dtype
+    device: torch.device
     has_bias: bool
     num_threads: int
     num_rows: int
@@ -52,7 +53,7 @@ class RowLadder:
         """Use `base` rows as the arithmetic that the others must equal.
 
         Args:
-            base: Rows of a base call, a power of two; None picks 64 for bf16 on AMX machines, 16 otherwise.
+            base: Rows of a base call, a power of two; None picks 64 on a GPU and for bf16 on AMX machines, 16 otherwise.
 
         Raises:
             ValueError: a base that is no power of two.
@@ -62,15 +63,16 @@ class RowLadder:
         self._base = base
         self._agrees: dict[_LadderKey, bool] = {}
 
-    def base(self, dtype: torch.dtype) -> int:
+    def base(self, linear: "PackedLinear") -> int:
         """Rows of a base call."""
         if self._base is not None:
             return self._base
-        return 64 if dtype == torch.bfloat16 and has_amx() else 16
+        is_wide = linear.device.type != "cpu" or (linear.dtype == torch.bfloat16 and has_amx())
+        return 64 if is_wide else 16
 
     def cut(self, num_rows: int, linear: "PackedLinear") -> list[int]:
         """Row counts of the calls that compute `num_rows` rows; their sum is num_rows or more. O(pieces)."""
-        base = self.base(linear.dtype)
+        base = self.base(linear)
         pieces: list[int] = []
         for rung in sorted({base, *_RUNGS}, reverse=True):
             if rung > base and num_rows >= rung and self._holds(rung, linear):
@@ -86,7 +88,7 @@ class RowLadder:
 
     def agreeing(self, linear: "PackedLinear") -> tuple[int, ...]:
         """All row counts that hold for this layer, the base among them, ascending. Runs every test; for reports."""
-        base = self.base(linear.dtype)
+        base = self.base(linear)
         return tuple(r for r in sorted({base, *_RUNGS}) if r == base or self._holds(r, linear))
 
     def _holds(self, rung: int, linear: "PackedLinear") -> bool:
@@ -94,12 +96,13 @@ class RowLadder:
             linear.out_features,
             linear.in_features,
             linear.dtype,
+            linear.device,
             linear.has_bias,
             torch.get_num_threads(),
             rung,
         )
         if key not in self._agrees:
-            self._agrees[key] = rows_agree(linear, rung, self.base(linear.dtype))
+            self._agrees[key] = rows_agree(linear, rung, self.base(linear))
         return self._agrees[key]
 
 
@@ -110,6 +113,7 @@ class PackedLinear:
         "_bias",
         "_ladder",
         "_product",
+        "device",
         "dtype",
         "has_bias",
         "in_features",
@@ -128,7 +132,7 @@ class PackedLinear:
         """Repack the weight.
 
         Args:
-            weight: `[out_features, in_features]`, on the CPU.
+            weight: `[out_features, in_features]`. On a GPU it stays as it is.
             bias: `[out_features]`, same dtype.
             ladder: Shared memory of the self-test; None makes one for this layer alone.
             deterministic: False gives up row invariance: one call, whatever the number of rows.
@@ -141,7 +145,7 @@ class PackedLinear:
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias has shape {list(bias.shape)}, the weight {list(weight.shape)}")
         self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+        self.dtype, self.device = weight.dtype, weight.device
         self.has_bias = bias is not None
         self._bias = bias
         self._ladder = (ladder or RowLadder()) if deterministic else None
@@ -184,8 +188,8 @@ def rows_agree(linear: PackedLinear, num_rows: int, base: int) -> bool:
     total = math.lcm(num_rows, base, 64)
     min_outputs = _MIN_OUTPUTS_16_BIT if linear.dtype.itemsize == 2 else 1
     for _ in range(max(_MIN_TRIALS, min_outputs // (total * linear.out_features))):
-        x = torch.randn((total, linear.in_features), generator=generator).to(linear.dtype)
-        order = torch.randperm(total, generator=generator)
+        x = torch.randn((total, linear.in_features), generator=generator).to(linear.device, linear.dtype)
+        order = torch.randperm(total, generator=generator).to(linear.device)
         wanted = torch.cat([linear.product(part) for part in torch.split(x, base)])
         given = torch.cat([linear.product(part) for part in torch.split(x[order], num_rows)])
         if not torch.equal(given, wanted[order]):
@@ -197,7 +201,8 @@ def _packed_product(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The product over a repacked copy of the weight, or None where this torch or machine has no such thing."""
-    if weight.dtype not in (torch.float32, torch.bfloat16) or not torch._C._has_mkldnn:
+    can_repack = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    if not can_repack or not torch._C._has_mkldnn:
         return None
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)

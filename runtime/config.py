@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,8 +12,14 @@ from phloem.radix.policy import policy_named
 from phloem.runtime.errors import InvalidRequest
 
 MAX_THREADS = 1024
-DTYPES = ("auto", "bfloat16", "float32")
-BACKENDS = ("cpu", "reference")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8_e5m2")
+BACKENDS = ("auto", "cpu", "flashinfer", "reference")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+_COUNTS = (
+    "max_running", "max_step_tokens", "max_waiting", "num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +30,14 @@ class EngineConfig:
         InvalidRequest: A field is out of its range; the message names the field and the limit.
     """
 
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of weights and KV. `auto`: bfloat16 where the CPU multiplies it natively (AMX, AVX512-BF16), else float32."""
+    device: str = "auto"
+    """`cpu`, `cuda` or `cuda:1`. `auto`: a GPU where FlashInfer runs and has code for the model, else the CPU."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Of the weights. `auto`: bfloat16 on a GPU and where the CPU multiplies it natively (AMX, AVX512-BF16), else float32."""
+
+    kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Of the KV. `auto`: the weights'. The 8-bit types are for GPUs: half the memory, and some loss."""
 
     block_size: int = 16
     """Tokens per KV block: a power of two up to 64."""
@@ -33,16 +46,18 @@ class EngineConfig:
     """Size of the pool. None: as many as `kv_memory_bytes` holds."""
 
     kv_memory_bytes: int | None = None
-    """Memory for KV. None: a quarter of what is available now, 4 GiB at most."""
+    """Memory for KV. None: on a CPU a quarter of what is available now, 4 GiB at most; on a GPU nine tenths of what is free
+    beside the weights and the largest step."""
 
     max_model_len: int | None = None
     """Longest path, prompt and output together. None: the model's context, or the pool where that is smaller."""
 
-    max_running: int = 64
-    """Requests computed in one step."""
+    max_running: int | None = None
+    """Requests computed in one step. None: 64 on a CPU, 256 on a GPU."""
 
-    max_step_tokens: int = 512
-    """Tokens computed in one step: longer prompts are prefilled in chunks, between the decodes of the others."""
+    max_step_tokens: int | None = None
+    """Tokens computed in one step: longer prompts are prefilled in chunks, between the decodes of the others. None: 512 on a
+    CPU, 8,192 on a GPU."""
 
     max_waiting: int | None = None
     """Requests that may wait; one more is refused with `QueueFull`. None: no limit."""
@@ -53,32 +68,39 @@ class EngineConfig:
     eviction_policy: str | EvictionPolicy = "lru"
     """`lru`, `lfu`, `fifo`, `priority`, or a policy object."""
 
-    backend: Literal["cpu", "reference"] = "cpu"
-    """Attention: `cpu` is the product, `reference` a slow dense one in float64, to compare with."""
+    backend: Literal["auto", "cpu", "flashinfer", "reference"] = "auto"
+    """Attention: `cpu`, or `flashinfer` on a GPU; `reference` is a slow dense one in float64, to compare with."""
 
-    deterministic: bool = True
-    """Keep a token's logits the same bits whatever was cached, batched or chunked."""
+    deterministic: bool | None = None
+    """Keep a token's logits the same bits whatever was cached, batched or chunked. None: yes on a CPU, where it costs next to
+    nothing; no on a GPU, where it costs cascades and speed."""
+
+    cuda_graphs: bool = True
+    """On a GPU, run decode steps as captured graphs."""
 
     num_threads: int | None = None
     """Threads for tensor work. None: what torch chooses (OMP_NUM_THREADS is respected)."""
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        for name, known in (("kv_dtype", KV_DTYPES), ("backend", BACKENDS)):
+            value = getattr(self, name)
+            _require(value in known, f"{name} must be one of {', '.join(known)}, not {value!r}")
         _require(
-            self.backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}"
+            isinstance(self.device, str) and _DEVICE.fullmatch(self.device) is not None,
+            f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}",
         )
         _require(
             type(self.block_size) is int and self.block_size in (1, 2, 4, 8, 16, 32, 64),
             f"block_size must be a power of two from 1 to 64, not {self.block_size!r}",
         )
-        for name in ("max_running", "max_step_tokens"):
-            _require_positive(name, getattr(self, name))
-        for name in ("max_waiting", "num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"):
+        for name in _COUNTS:
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
-        for name in ("prefix_cache", "deterministic"):
+        for name in ("prefix_cache", "cuda_graphs", "deterministic"):
             value = getattr(self, name)
-            _require(isinstance(value, bool), f"{name} must be True or False, not {value!r}")
+            is_right = isinstance(value, bool) or (name == "deterministic" and value is None)
+            _require(is_right, f"{name} must be True or False, not {value!r}")
         _require(
             self.num_threads is None or self.num_threads <= MAX_THREADS,
             f"num_threads must be at most {MAX_THREADS}, not {self.num_threads!r}",

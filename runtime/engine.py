@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from phloem.kernels.attention import AttentionSpec, make_backend
-from phloem.kernels.kv_store import PagedKVStore
-from phloem.kernels.self_test import InvarianceReport, row_invariance_report
-from phloem.radix import BlockPool, Explanation, Namespace, RadixCache
+from phloem.radix import Explanation, Namespace
+from phloem.runtime.assembly import Assembler, Toolkit, fused_ops, warn_if_not_exact
 from phloem.runtime.branch import Branch, branch_from_dict
 from phloem.runtime.config import EngineConfig
 from phloem.runtime.engine_core import EngineCore, deadline
@@ -24,25 +18,19 @@ from phloem.runtime.errors import InvalidRequest
 from phloem.runtime.expand import Expansion, expand
 from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Progress, QueueSink
 from phloem.runtime.grammar import GrammarCompiler
-from phloem.runtime.memory import pool_size
-from phloem.runtime.model_runner import ModelRunner
 from phloem.runtime.models.config import ModelConfig, read_model_config
-from phloem.runtime.models.loading import LoadedModel, load_model
+from phloem.runtime.models.loading import load_model
 from phloem.runtime.models.resolve import resolve_model
 from phloem.runtime.outputs import Chunk, Completion, EngineStats
 from phloem.runtime.path import Path as TokenPath
-from phloem.runtime.path_cache import PathCache
+from phloem.runtime.placement import place
 from phloem.runtime.progress import track
 from phloem.runtime.prompts import Prompt, as_prompts, encode
 from phloem.runtime.request import Cohort
 from phloem.runtime.sampling_params import SamplingParams
-from phloem.runtime.scheduler import Scheduler
 
 AnySink = TypeVar("AnySink", QueueSink, AsyncSink)
 Handle = TypeVar("Handle", Generation, AsyncGeneration)
-logger = logging.getLogger(__name__)
-
-DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Engine:
@@ -330,24 +318,34 @@ def _require_single(params: SamplingParams) -> None:
 def _build(name: str | Path, config: EngineConfig) -> EngineCore:
     """Load the model and start the loop."""
     directory = resolve_model(name).path
-    _check_max_model_len(read_model_config(directory), config)
+    model = read_model_config(directory)
+    _check_max_model_len(model, config)
+    placement = place(config, model)
+    toolkit = Toolkit.for_gpu() if placement.backend == "flashinfer" else None
     loaded = load_model(
         directory,
-        dtype=DTYPES[config.dtype],
-        deterministic=config.deterministic,
+        dtype=placement.dtype,
+        deterministic=placement.deterministic,
         max_position=config.max_model_len,
+        device=placement.device,
+        ops=fused_ops(toolkit),
     )
-    if config.deterministic:
-        _warn_if_not_exact(loaded.dtype, config.num_threads)
-    store = _make_store(loaded, config)
+    warn_if_not_exact(placement, config.num_threads)
+    return start(Assembler(loaded, config, placement, toolkit))
+
+
+def start(parts: Assembler) -> EngineCore:
+    """Put the parts together, and start the loop."""
+    loaded, config = parts.loaded, parts.config
+    store = parts.store()
     context = config.max_model_len or loaded.config.max_position
-    limit = min(context, store.num_blocks * store.block_size)
+    limit = min(context, parts.num_pool_blocks(store) * store.block_size)
     return EngineCore(
         model=loaded.config,
         tokenizer=loaded.tokenizer,
         loop=EngineLoop(
-            _make_scheduler(store, config),
-            _make_runner(loaded, store, config),
+            parts.scheduler(store),
+            parts.runner(store, max_len=limit),
             loaded.tokenizer,
             num_threads=config.num_threads,
         ),
@@ -358,68 +356,6 @@ def _build(name: str | Path, config: EngineConfig) -> EngineCore:
         if limit < context
         else "the context is {limit}{room}: shorten it",
     )
-
-
-def _warn_if_not_exact(dtype: torch.dtype, num_threads: int | None) -> None:
-    report = _self_test(dtype, num_threads)
-    if not report.holds:
-        names = ", ".join(check.name for check in report.failures)
-        logger.warning(
-            "on this machine the bits of a result can depend on what else is computed with it (%s): answers from a warm cache "
-            "may differ from cold ones in rare ties",
-            names,
-        )
-
-
-@lru_cache
-def _self_test(dtype: torch.dtype, num_threads: int | None) -> InvarianceReport:
-    """Run the kernels' self-test: half a second, and a fact about the machine, so once per process."""
-    return row_invariance_report(dtype, num_threads=num_threads)
-
-
-def _make_store(loaded: LoadedModel, config: EngineConfig) -> PagedKVStore:
-    model = loaded.config
-    block_bytes = PagedKVStore.bytes_for_block(
-        num_layers=model.num_layers,
-        block_size=config.block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=loaded.dtype,
-    )
-    return PagedKVStore(
-        num_layers=model.num_layers,
-        num_blocks=pool_size(config, block_bytes=block_bytes),
-        block_size=config.block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=loaded.dtype,
-    )
-
-
-def _make_scheduler(store: PagedKVStore, config: EngineConfig) -> Scheduler:
-    cache = RadixCache(
-        BlockPool(store.num_blocks), block_size=store.block_size, policy=config.eviction_policy
-    )
-    return Scheduler(
-        PathCache(cache, prefix_cache=config.prefix_cache),
-        max_running=config.max_running,
-        max_step_tokens=config.max_step_tokens,
-        max_waiting=config.max_waiting,
-    )
-
-
-def _make_runner(loaded: LoadedModel, store: PagedKVStore, config: EngineConfig) -> ModelRunner:
-    model = loaded.config
-    spec = AttentionSpec(
-        num_q_heads=model.num_q_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        num_layers=model.num_layers,
-        logits_soft_cap=model.attn_logits_soft_cap,
-        windows=model.windows,
-    )
-    attention = make_backend(config.backend, spec, store, num_threads=config.num_threads)
-    return ModelRunner(loaded.decoder, store, attention, eos_ids=loaded.tokenizer.eos_token_ids)
 
 
 def _check_max_model_len(model: ModelConfig, config: EngineConfig) -> None:

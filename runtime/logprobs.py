@@ -19,7 +19,7 @@ def score_known(logits: Tensor, token_ids: Sequence[int], *, num_top: Sequence[i
         num_top: How many of the likeliest tokens to report beside each, row by row.
     """
     logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
     tops = [_top(row, count) for row, count in zip(logprobs, num_top, strict=True)]
     return [TokenLogprob(*entry) for entry in zip(token_ids, chosen, tops, strict=True)]
 

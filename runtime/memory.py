@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import psutil
-
 from phloem.runtime.config import EngineConfig
 from phloem.runtime.errors import InvalidRequest
 
-DEFAULT_SHARE = 0.25
-DEFAULT_MAX_BYTES = 4 << 30
+CPU_SHARE = 0.25
+"""Of the memory available: what KV gets on a CPU, where other programs live, too,"""
+CPU_MAX_BYTES = 4 << 30
+"""and at most that."""
+GPU_SHARE = 0.9
+"""Of what is free on a GPU beside the weights and the largest step."""
 
 
-def pool_size(config: EngineConfig, *, block_bytes: int) -> int:
+def pool_size(config: EngineConfig, *, block_bytes: int, available: int, default: int) -> int:
     """Return the number of blocks: what the config says, or what its memory budget holds.
 
     Args:
-        config: `num_blocks` wins over `kv_memory_bytes`; with neither, a quarter of the memory available now, 4 GiB at most.
+        config: `num_blocks` wins over `kv_memory_bytes`; with neither, `default`.
         block_bytes: Size of one block, all layers.
+        available: Bytes that could be had.
+        default: Bytes to take when the config says nothing.
 
     Raises:
         InvalidRequest: The budget does not hold one block, or the blocks do not fit into the machine's memory.
     """
-    available = psutil.virtual_memory().available
     if config.num_blocks is not None:
         needed = config.num_blocks * block_bytes
         if needed > available:
@@ -32,7 +35,7 @@ def pool_size(config: EngineConfig, *, block_bytes: int) -> int:
         return config.num_blocks
     budget = config.kv_memory_bytes
     if budget is None:
-        budget = min(int(available * DEFAULT_SHARE), DEFAULT_MAX_BYTES)
+        budget = default
     elif budget > available:
         raise InvalidRequest(
             f"kv_memory_bytes={budget} is more than the {_mib(available)} of memory that are available"

@@ -19,6 +19,7 @@ from phloem.runtime.logprobs import score_known
 from phloem.runtime.models.decoder import Decoder
 from phloem.runtime.outputs import TokenLogprob
 from phloem.runtime.sampler import SamplingRow, sample
+from phloem.runtime.step_forward import EagerForward, Forward
 
 SCORED_ROWS = 64
 """Rows of logits that are held at once when known tokens are scored: a vocabulary of 150,000 takes 38 MB."""
@@ -52,11 +53,19 @@ class ModelRunner:
     """Model, KV store and attention backend of one engine. Knows no tree and decides nothing."""
 
     def __init__(
-        self, decoder: Decoder, store: PagedKVStore, attention: AttentionBackend, *, eos_ids: Sequence[int]
+        self,
+        decoder: Decoder,
+        store: PagedKVStore,
+        attention: AttentionBackend,
+        *,
+        eos_ids: Sequence[int],
+        forward: Forward | None = None,
     ) -> None:
+        """Take the parts; `forward` says how a step runs through them, kernel by kernel if None."""
         self.decoder = decoder
         self.store = store
         self.attention = attention
+        self._step = forward or EagerForward(decoder, attention)
         self.eos_ids = tuple(eos_ids)
         self._mask_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="phloem-masks")
 
@@ -84,9 +93,9 @@ class ModelRunner:
         ]
         hidden, starts = self._forward(rows)
         # Every token counts: with a sliding window, a bad one need not reach the last.
-        finite = torch.isfinite(hidden).all(dim=-1)
+        finite: list[bool] = torch.isfinite(hidden).all(dim=-1).tolist()
         results = [
-            RowResult(row, bool(finite[start : start + row.count].all()))
+            RowResult(row, all(finite[start : start + row.count]))
             for row, start in zip(rows, starts, strict=True)
         ]
         healthy = [(result, start) for result, start in zip(results, starts, strict=True) if result.is_finite]
@@ -111,13 +120,10 @@ class ModelRunner:
             [PlanRow(row.request.path.block_table, row.start, row.count) for row in rows],
             block_size=self.store.block_size,
         )
-        self.attention.plan(plan)
         token_ids = array("i")
         for row in rows:
             token_ids += row.request.tokens[row.start : row.end]
-        hidden = self.decoder.forward(
-            torch.frombuffer(token_ids, dtype=torch.int32).long(), plan.positions, self.attention
-        )
+        hidden = self._step.run(torch.frombuffer(token_ids, dtype=torch.int32).long(), plan)
         return hidden, plan.qo_indptr[:-1].tolist()
 
     def _score(self, rows: Sequence[tuple[RowResult, int]], hidden: Tensor) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phloem.kernels.sampling import Draws, draw_tokens
 from phloem.runtime.grammar import Constraint
 from phloem.runtime.sampling_params import SamplingParams
 
@@ -50,16 +51,36 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
     """Choose one token per row.
 
     Args:
-        logits: `[num_rows, vocab_size]`, float32. Rows with penalties, biases or banned tokens are changed in place.
+        logits: `[num_rows, vocab_size]`, float32, on any device. Rows with penalties, biases or banned tokens are changed in place.
         rows: One per row of `logits`.
     """
     for index, row in enumerate(rows):
         _adjust(logits[index], row)
+    if logits.device.type != "cpu" and any(not row.params.is_greedy for row in rows):
+        # One by one, each draw would make the host wait for the device a few times.
+        together: list[int] = draw_tokens(logits, _draws(rows, logits)).tolist()
+        return together
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     for index, row in enumerate(rows):
         if not row.params.is_greedy:
             tokens[index] = _draw(logits[index], row)
     return tokens
+
+
+def _draws(rows: Sequence[SamplingRow], logits: Tensor) -> Draws:
+    """The rows' parameters and numbers as arrays beside their logits."""
+    vocab_size = logits.shape[1]
+
+    def array(values: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)
+
+    return Draws(
+        uniforms=array([_uniform(row) for row in rows], torch.float64),
+        temperatures=array([row.params.temperature for row in rows], torch.float32),
+        top_ks=array([row.params.top_k or vocab_size for row in rows], torch.int64),
+        top_ps=array([row.params.top_p for row in rows], torch.float32),
+        min_ps=array([row.params.min_p for row in rows], torch.float32),
+    )
 
 
 def _adjust(logits: Tensor, row: SamplingRow) -> None:
@@ -69,7 +90,7 @@ def _adjust(logits: Tensor, row: SamplingRow) -> None:
         _penalise(logits, row)
     if params.logit_bias:
         ids = list(params.logit_bias)
-        logits[ids] += torch.tensor([params.logit_bias[i] for i in ids])
+        logits[ids] += torch.tensor([params.logit_bias[i] for i in ids], device=logits.device)
     if row.constraint is not None:
         row.constraint.apply(logits)
     if row.banned_ids:
@@ -87,14 +108,15 @@ def _ban(logits: Tensor, ids: list[int]) -> None:
 def _penalise(logits: Tensor, row: SamplingRow) -> None:
     params = row.params
     path = np.asarray(row.tokens)
-    seen = torch.from_numpy(np.unique(path)).long()
+    seen = torch.from_numpy(np.unique(path)).long().to(logits.device)
     values = logits[seen]
     logits[seen] = torch.where(
         values > 0, values / params.repetition_penalty, values * params.repetition_penalty
     )
     generated, counts = np.unique(path[row.num_prompt_tokens :], return_counts=True)
     penalties = params.presence_penalty + params.frequency_penalty * counts
-    logits[torch.from_numpy(generated).long()] -= torch.from_numpy(penalties).float()
+    places = torch.from_numpy(generated).long().to(logits.device)
+    logits[places] -= torch.from_numpy(penalties).float().to(logits.device)
 
 
 def _draw(logits: Tensor, row: SamplingRow) -> int:

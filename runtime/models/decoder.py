@@ -8,15 +8,14 @@ as the kernels keep their promise (`deterministic`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-from phloem.kernels.activation import silu_and_mul
 from phloem.kernels.attention import AttentionBackend
+from phloem.kernels.fused_ops import FusedOps, torch_ops
 from phloem.kernels.linear import PackedLinear, RowLadder
-from phloem.kernels.norm import rms_norm
 from phloem.kernels.rope import RotaryEmbedding
 from phloem.runtime.models.config import ModelConfig
 from phloem.runtime.models.weights import Checkpoint
@@ -40,6 +39,7 @@ class Decoder:
     config: ModelConfig
     dtype: torch.dtype
     """Of the weights and of the hidden states."""
+    device: torch.device
 
     def __init__(
         self,
@@ -49,32 +49,39 @@ class Decoder:
         dtype: torch.dtype,
         deterministic: bool = True,
         max_position: int | None = None,
+        device: torch.device | str = "cpu",
+        ops: FusedOps | None = None,
     ) -> None:
         """Read and repack the weights, layer by layer, so that they are in memory once.
 
         Args:
             config: The model's shape.
             checkpoint: Its weights.
-            dtype: What to compute in: torch.float32 or torch.bfloat16.
+            dtype: What to compute in: torch.float32 or torch.bfloat16; on a GPU also torch.float16.
             deterministic: Keep the bits of a token independent of the batch around it.
             max_position: Longest path that will be run; None means the config's. It fixes the table of
                 `dynamic` rope scaling.
+            device: Where the weights live.
+            ops: The operations between matrix products; None takes torch's.
         """
         self.config = config
         self.dtype = dtype
-        builder = _Builder(checkpoint, dtype, deterministic)
+        self.device = torch.device(device)
+        self._ops = ops or torch_ops()
+        builder = _Builder(checkpoint, dtype, self.device, deterministic)
         self._embedding = builder.read("model.embed_tokens.weight")
         self._layers = [builder.layer(index, config) for index in range(config.num_layers)]
         self._norm = builder.read("model.norm.weight")
         # tied: the repacked head can't be indexed by row, so the embedding keeps a copy of its own
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self._head = builder.linear([head], has_bias=False)
-        self._rope = RotaryEmbedding(
+        rope = RotaryEmbedding(
             config.head_dim,
             max_position=max_position or config.max_position,
             theta=config.rope_theta,
             scaling=config.rope_scaling,
         )
+        self._rotate = self._ops.make_rotate(rope, self.device)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
@@ -93,7 +100,7 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             hidden = hidden + self._attend(index, layer, hidden, positions, attention)
             hidden = hidden + self._mlp(layer, hidden)
-        return rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        return self._ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states `[num_rows, hidden_size]`: float32 `[num_rows, vocab_size]`."""
@@ -107,7 +114,7 @@ class Decoder:
         positions: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        config = self.config
+        config, rms_norm = self.config, self._ops.rms_norm
         qkv = layer.qkv(rms_norm(hidden, layer.attention_norm, config.rms_norm_eps))
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)
         first_k, first_v = config.num_q_heads, config.num_q_heads + config.num_kv_heads
@@ -115,13 +122,13 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        q, k = self._rope(q, k, positions)
+        q, k = self._rotate(q, k, positions)
         attention.append(index, k, v)
         return layer.output(attention.attend(index, q).flatten(1))
 
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
-        normed = rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
-        return layer.down(silu_and_mul(layer.gate_up(normed)))
+        normed = self._ops.rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
+        return layer.down(self._ops.silu_and_mul(layer.gate_up(normed)))
 
 
 @dataclass(slots=True)
@@ -130,14 +137,9 @@ class _Builder:
 
     checkpoint: Checkpoint
     dtype: torch.dtype
+    device: torch.device
     deterministic: bool
-    ladder: RowLadder
-
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, deterministic: bool) -> None:
-        self.checkpoint = checkpoint
-        self.dtype = dtype
-        self.deterministic = deterministic
-        self.ladder = RowLadder()
+    ladder: RowLadder = field(default_factory=RowLadder)
 
     def layer(self, index: int, config: ModelConfig) -> _Layer:
         prefix = f"model.layers.{index}."
@@ -163,4 +165,4 @@ class _Builder:
         return PackedLinear(weight, bias, ladder=self.ladder, deterministic=self.deterministic)
 
     def read(self, name: str) -> torch.Tensor:
-        return self.checkpoint.tensor(name, self.dtype)
+        return self.checkpoint.tensor(name, self.dtype).to(self.device)

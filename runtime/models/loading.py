@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from phloem.kernels.fused_ops import FusedOps
 from phloem.runtime.errors import ModelNotFound
 from phloem.runtime.models.config import ModelConfig, read_model_config
 from phloem.runtime.models.decoder import Decoder
@@ -36,6 +37,8 @@ def load_model(
     dtype: torch.dtype | None = None,
     deterministic: bool = True,
     max_position: int | None = None,
+    device: torch.device | str = "cpu",
+    ops: FusedOps | None = None,
 ) -> LoadedModel:
     """Load a model directory in the Hugging Face format.
 
@@ -44,6 +47,8 @@ def load_model(
         dtype: What to compute in; None picks what this CPU does well, see `preferred_dtype`.
         deterministic: See `Decoder`.
         max_position: See `Decoder`.
+        device: See `Decoder`.
+        ops: See `Decoder`.
 
     Raises:
         ModelNotFound: There is no such directory.
@@ -58,7 +63,13 @@ def load_model(
     chosen = preferred_dtype() if dtype is None else dtype
     with open_checkpoint(directory, config) as checkpoint:
         decoder = Decoder(
-            config, checkpoint, dtype=chosen, deterministic=deterministic, max_position=max_position
+            config,
+            checkpoint,
+            dtype=chosen,
+            deterministic=deterministic,
+            max_position=max_position,
+            device=device,
+            ops=ops,
         )
     return LoadedModel(
         decoder=decoder,

@@ -457,7 +457,7 @@ def test_a_machine_that_is_not_exact_is_told_so(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from phloem.kernels.self_test import InvarianceCheck, InvarianceReport
-    from phloem.runtime import engine as module
+    from phloem.runtime import assembly as module
 
     with Engine(tiny_path, num_blocks=8):
         assert not caplog.records, "this machine is exact"

@@ -47,7 +47,8 @@ def test_good_values_are_kept() -> None:
     [
         ("block_size", 0), ("block_size", 3), ("block_size", 128), ("block_size", -16),
         ("num_blocks", 0), ("num_blocks", True), ("max_running", 0), ("max_step_tokens", -4), ("kv_memory_bytes", 0),
-        ("max_model_len", 0), ("num_threads", 0), ("dtype", "float16"), ("backend", "cuda"),
+        ("max_model_len", 0), ("num_threads", 0), ("dtype", "int8"), ("backend", "cuda"),
+        ("kv_dtype", "int8"), ("device", "gpu"), ("device", "cuda:x"), ("deterministic", 1), ("cuda_graphs", None),
     ],
 )  # fmt: skip
 def test_a_bad_setting_is_refused_and_the_message_names_it(field: str, value: object) -> None:

@@ -14,8 +14,8 @@ import torch
 
 from phloem.radix import Namespace
 from phloem.runtime import Engine, EngineConfig
+from phloem.runtime.assembly import Assembler
 from phloem.runtime.batch import Batch, Row, RowCopy
-from phloem.runtime.engine import _make_runner, _make_scheduler, _make_store
 from phloem.runtime.engine_core import EngineCore
 from phloem.runtime.engine_loop import EngineLoop
 from phloem.runtime.grammar import GrammarCompiler
@@ -23,6 +23,7 @@ from phloem.runtime.model_runner import ModelRunner, RowResult
 from phloem.runtime.models.decoder import Decoder
 from phloem.runtime.models.loading import load_model
 from phloem.runtime.outputs import TokenLogprob
+from phloem.runtime.placement import place
 from phloem.runtime.request import Request
 
 ENDLESS = sys.maxsize
@@ -165,12 +166,14 @@ class Lab:
 
     def engine(self, **options: Any) -> SteppedEngine:
         """Make an engine whose KV memory holds NaN wherever nothing was written: one read of that shows in all that follows."""
-        config = EngineConfig(num_threads=self.num_threads, **options)
-        store = _make_store(self.loaded, config)
+        dtype = str(self.loaded.dtype).removeprefix("torch.")
+        config = EngineConfig(device="cpu", dtype=dtype, num_threads=self.num_threads, **options)
+        parts = Assembler(self.loaded, config, place(config, self.loaded.config))
+        store = parts.store()
         store.data.fill_(torch.nan)
-        runner = RecordingRunner(_make_runner(self.loaded, store, config))
+        runner = RecordingRunner(parts.runner(store, max_len=store.num_blocks * store.block_size))
         loop = SteppedLoop(
-            _make_scheduler(store, config), runner, self.loaded.tokenizer, num_threads=self.num_threads
+            parts.scheduler(store), runner, self.loaded.tokenizer, num_threads=self.num_threads
         )
         core = EngineCore(
             model=self.loaded.config,

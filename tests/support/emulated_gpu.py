@@ -1,0 +1,87 @@
+"""A whole engine as it is put together for a GPU, over the emulated FlashInfer: on the CPU, graphs included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flashinfer_emulator import Emulation
+
+from phloem.kernels.fused_ops import flashinfer_ops
+from phloem.kernels.plan import AttentionPlan
+from phloem.runtime import Engine, EngineConfig
+from phloem.runtime.assembly import Assembler, Toolkit
+from phloem.runtime.engine import start
+from phloem.runtime.engine_core import EngineCore
+from phloem.runtime.models.loading import load_model
+from phloem.runtime.placement import Placement
+from phloem.runtime.step_forward import Forward
+
+
+class RunAgain:
+    """What a graph does, without one: the captured computation, on what its inputs hold now."""
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        self.replay = run
+        run()
+
+
+@dataclass
+class CountingForward:
+    """Tells the emulation where one step ends and the next begins, and keeps the plans."""
+
+    forward: Forward
+    emulation: Emulation
+    plans: list[AttentionPlan]
+
+    def run(self, token_ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        self.emulation.next_step()
+        self.plans.append(plan)
+        return self.forward.run(token_ids, plan)
+
+
+class EmulatedEngine(Engine):
+    """An engine over parts that were put together outside."""
+
+    def __init__(self, core: EngineCore, emulation: Emulation) -> None:
+        self._core = core
+        self.model, self.tokenizer, self.max_model_len = core.model, core.tokenizer, core.max_model_len
+        self.emulation = emulation
+        self.plans: list[AttentionPlan] = []
+        runner = core.loop.runner
+        runner._step = CountingForward(runner._step, emulation, self.plans)
+        self.padding_block = runner.store.num_blocks - 1
+
+
+@contextmanager
+def emulated_gpu(
+    path: Path,
+    *,
+    graphs: bool = True,
+    deterministic: bool = False,
+    noise: bool = False,
+    fused: bool = True,
+    **options: Any,
+) -> Iterator[EmulatedEngine]:
+    """Run an engine; at its end nothing may be left behind. Without `fused`, norms and such are torch's, as on the CPU."""
+    emulation = Emulation(noise=noise)
+    toolkit = Toolkit(emulation.library(), RunAgain)
+    ops = flashinfer_ops(toolkit.library) if fused else None
+    loaded = load_model(path, dtype=torch.bfloat16, deterministic=deterministic, ops=ops)
+    config = EngineConfig(**{"num_blocks": 128, "max_running": 16, "max_step_tokens": 512, **options})
+    assert config.max_running is not None
+    assert config.max_step_tokens is not None
+    placement = Placement(
+        torch.device("cpu"), "flashinfer", torch.bfloat16, torch.bfloat16, deterministic,
+        config.max_running, config.max_step_tokens, uses_graphs=graphs,
+    )  # fmt: skip
+    with EmulatedEngine(start(Assembler(loaded, config, placement, toolkit)), emulation) as engine:
+        yield engine
+        engine.check()
+        stats = engine.stats()
+        assert stats.cache.locked == stats.cache.private - stats.kept_tails == 0
+        assert stats.failed_steps == 0
