@@ -29,7 +29,12 @@ from phloem.kernels.flashinfer_calls import (
     prefill_wrapper_kwargs,
     run_kwargs,
 )
-from phloem.kernels.flashinfer_library import FlashInferLibrary, PagedWrapper, load_flashinfer
+from phloem.kernels.flashinfer_library import (
+    FlashInferLibrary,
+    FlashInferUnavailable,
+    PagedWrapper,
+    load_flashinfer,
+)
 from phloem.kernels.flashinfer_options import FlashInferOptions, attention_calls, can_merge, check_queries
 from phloem.kernels.flashinfer_rows import Layout, SharedRows, choose_groups, exact_layout, fast_layout
 from phloem.kernels.kv_store import PagedKVStore
@@ -60,6 +65,8 @@ class FlashInferBackend:
         self.options = options or FlashInferOptions()
         self.library = library or load_flashinfer()
         self.device = store.data.device
+        if library is None and self.device.type != "cuda":
+            raise FlashInferUnavailable(f"the KV store is on {self.device}; FlashInfer reads it on a GPU")
         self.calls = attention_calls(spec, store, self.options)
         self._fence = PlanFence(self.device)
         self._num_tokens = 0
@@ -211,6 +218,23 @@ def write_kv(
     store.write_rows(layer, k, v, key_rows)
 
 
+def place_rows(rows: PagedRows, kv_indices: torch.Tensor) -> PagedRows:
+    """Rows as a wrapper wants them: the page ids where they are now, the rest in pinned memory if that is a GPU.
+
+    FlashInfer copies the small arrays to the GPU itself; out of pageable memory it would wait for each copy.
+    """
+    if kv_indices.device.type == "cpu":
+        return replace(rows, kv_indices=kv_indices)
+    return PagedRows(
+        qo_indptr=rows.qo_indptr.pin_memory(),
+        kv_indptr=rows.kv_indptr.pin_memory(),
+        kv_indices=kv_indices,
+        kv_last_page_len=rows.kv_last_page_len.pin_memory(),
+        kv_lens=rows.kv_lens.pin_memory(),
+        max_count=rows.max_count,
+    )
+
+
 def _sections(layout: Layout) -> dict[str, PagedRows]:
     shared = layout.shared
     found = {
@@ -235,9 +259,7 @@ def _device_arrays(layouts: Mapping[int | None, Layout]) -> dict[str, torch.Tens
 
 def _placed(layout: Layout, staged: Mapping[str, torch.Tensor], window: int | None) -> Layout:
     """The layout with its device arrays where they are now."""
-    rows = {
-        name: replace(rows, kv_indices=staged[f"{window} {name}"]) for name, rows in _sections(layout).items()
-    }
+    rows = {name: place_rows(rows, staged[f"{window} {name}"]) for name, rows in _sections(layout).items()}
     return Layout(
         decode=rows.get("decode"),
         prefill=rows.get("prefill"),

@@ -1,7 +1,7 @@
 """The keyword arguments of every FlashInfer call, made by pure functions.
 
 The backend calls FlashInfer with these dictionaries and nothing else, and the tests bind the same dictionaries to the
-signatures of the installed package. Imports no FlashInfer. What is used here is the same from 0.5.3 to 0.7.
+signatures of the installed package. Imports no FlashInfer.
 
 Rules that the arguments keep: the "fa2" kernels always (the others drop options without a word), int32 CSR arrays with the
 small ones on the host, dtypes named (the default of `q_data_type` is float16), lengths given (they halve a plan's cost).

@@ -17,7 +17,7 @@ import torch
 
 from phloem.kernels.attention import check_plan
 from phloem.kernels.device_copy import PlanFence, on_device, stage
-from phloem.kernels.flashinfer import FlashInferBackend, plan_wrapper, write_kv
+from phloem.kernels.flashinfer import FlashInferBackend, place_rows, plan_wrapper, write_kv
 from phloem.kernels.flashinfer_calls import (
     AttentionCall,
     GraphBuffers,
@@ -114,7 +114,7 @@ class GraphDecodeBackend:
             staged = stage({"key_rows": key_rows, **pages}, self.base.device)
             self._key_rows.copy_(staged["key_rows"], non_blocking=True)
             for window, lane in self._lanes.items():
-                lane.plan(replace(padded[window], kv_indices=staged[str(window)]))
+                lane.plan(place_rows(padded[window], staged[str(window)]))
             self._fence.record()
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -64,7 +64,12 @@ def load_flashinfer() -> FlashInferLibrary:
     reason = why_unavailable()
     if reason is not None:
         raise FlashInferUnavailable(f'{reason}; use the "cpu" backend')
-    flashinfer = importlib.import_module("flashinfer")
+    try:
+        flashinfer = importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise FlashInferUnavailable(
+            f'flashinfer-python can\'t be imported ({error}); reinstall "phloem[gpu]", or use the "cpu" backend'
+        ) from error
     return FlashInferLibrary(
         prefill_wrapper=flashinfer.BatchPrefillWithPagedKVCacheWrapper,
         decode_wrapper=flashinfer.BatchDecodeWithPagedKVCacheWrapper,

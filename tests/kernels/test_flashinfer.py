@@ -1,6 +1,7 @@
 """The FlashInfer backend, through the emulator, against the oracle: fast, cascaded, exact, and as CUDA graphs."""
 
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from flashinfer_steps import SMALL, WINDOWED, family, family_steps, make, with_g
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phloem.kernels import flashinfer_library
 from phloem.kernels.attention import AttentionSpec, make_backend
 from phloem.kernels.flashinfer_graph import GraphBucket, GraphDecodeBackend
 from phloem.kernels.flashinfer_library import FlashInferUnavailable
@@ -318,6 +320,24 @@ def test_a_model_that_flashinfer_has_no_code_for_is_refused_at_the_start(
     paths = Paths(spec, [5], block_size, dtype, kv_dtype=kv_dtype)
     with pytest.raises(FlashInferUnavailable, match=message):
         make(paths, Emulation())
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [(None, "is not installed"), ("0.7.1", "0.7.1 is installed"), ("0.6.9", "0.6.9")],
+)
+def test_a_package_that_is_missing_or_of_another_version_is_named(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, message: str
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(flashinfer_library, "version", version)
+    assert message in str(flashinfer_library.why_unavailable())
+    with pytest.raises(FlashInferUnavailable, match=message):
+        flashinfer_library.load_flashinfer()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing on machines without a GPU")
