@@ -40,9 +40,11 @@ ALLOWED = {
                                "phloem.runtime.sampling_params"),
     "phloem.runtime.sampling_params": ("phloem.runtime.errors", "phloem.runtime.grammar"),
     "phloem.runtime.errors": (),
+    # Engine and Branch, and plain data; of the tree, the names of namespaces.
     "phloem.runtime.frontend": ("phloem.runtime.engine", "phloem.runtime.branch", "phloem.runtime.errors",
                                 "phloem.runtime.expand", "phloem.runtime.grammar", "phloem.runtime.outputs",
-                                "phloem.runtime.sampling_params", "phloem.runtime.frontend"),
+                                "phloem.runtime.prompts", "phloem.runtime.sampling_params",
+                                "phloem.runtime.frontend", "phloem.radix"),
     "phloem.runtime.cli": ("phloem.runtime", "phloem.radix", "phloem.kernels"),
 }  # fmt: skip
 ABOVE = ("phloem.runtime.cli", "phloem.runtime.server", "phloem.runtime.frontend")
