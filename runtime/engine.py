@@ -348,6 +348,7 @@ def start(parts: Assembler) -> EngineCore:
             parts.runner(store, max_len=limit),
             loaded.tokenizer,
             num_threads=config.num_threads,
+            runs_ahead=parts.placement.backend == "flashinfer",
         ),
         identity=Namespace(model=loaded.fingerprint, kv_dtype=str(store.dtype).removeprefix("torch.")),
         max_model_len=limit,

@@ -21,6 +21,7 @@ import torch
 from phloem.runtime.batch import Batch
 from phloem.runtime.errors import CacheFull, EngineClosed, GrammarError, InvalidRequest, QueueFull, StepFailed
 from phloem.runtime.fan_out import Child, FanOut, first_ids
+from phloem.runtime.in_flight import InFlight, Launcher
 from phloem.runtime.model_runner import ModelRunner, RowResult
 from phloem.runtime.output import OutputStream
 from phloem.runtime.outputs import EngineStats, TokenLogprob
@@ -46,7 +47,11 @@ class EngineLoop:
         tokenizer: Tokenizer,
         *,
         num_threads: int | None = None,
+        runs_ahead: bool = False,
     ) -> None:
+        """Start the thread; with `runs_ahead`, decode steps are launched before the results of those before are known."""
+        self._launcher = Launcher(runner) if runs_ahead else None
+        self._in_flight: InFlight | None = None
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
@@ -176,7 +181,9 @@ class EngineLoop:
         atexit.unregister(self.close)
 
     def _run_commands(self) -> None:
-        """Run what is queued; with no request to work on, wait for a command."""
+        """Run what is queued, with nothing in flight; with no request to work on, wait for a command."""
+        if self._in_flight is not None and not (self._commands.empty() and self.scheduler.has_work):
+            self._land(None)
         if not self.scheduler.has_work:
             _guarded(self._commands.get())
         while not self._closing and not self._commands.empty():
@@ -184,6 +191,9 @@ class EngineLoop:
 
     def _step(self) -> None:
         self._expire()
+        if self._in_flight is not None:
+            self._go_on()
+            return
         started_s = time.perf_counter()
         batch = self.scheduler.schedule()
         self._scheduler_s += time.perf_counter() - started_s
@@ -196,16 +206,47 @@ class EngineLoop:
         if not batch.rows:
             return
         try:
+            if self._launcher is not None and self._launcher.can_launch(batch):
+                self._in_flight = self._launcher.launch(batch)
+                return
             results = self.runner.run(batch)
         except Exception as error:
-            logger.exception("a step of %d tokens failed", batch.num_tokens)
             self._fail_step(batch, error)
         else:
             self._postprocess(batch, results)
 
+    def _go_on(self) -> None:
+        """Launch the step after the one in flight, if its rows can be told, and take up the results of that one meanwhile."""
+        assert self._launcher is not None
+        assert self._in_flight is not None
+        started_s = time.perf_counter()
+        batch = self.scheduler.following(self._in_flight.batch)
+        self._scheduler_s += time.perf_counter() - started_s
+        try:
+            following = None if batch is None else self._launcher.launch_after(self._in_flight, batch)
+        except Exception as error:
+            self._land(None)
+            assert batch is not None
+            self._fail_step(batch, error)
+        else:
+            self._land(following)
+
+    def _land(self, following: InFlight | None) -> None:
+        """Take up the results of the step in flight; `following` is in flight now."""
+        landed, self._in_flight = self._in_flight, following
+        assert landed is not None
+        try:
+            results = landed.results()
+        except Exception as error:
+            self._fail_step(landed.batch, error)
+        else:
+            self._postprocess(landed.batch, results)
+
     def _postprocess(self, batch: Batch, results: list[RowResult]) -> None:
         self._steps += 1
         self._computed += batch.num_tokens
+        # What ended while the step was in flight wants no result.
+        results = [result for result in results if result.row.request.phase is Phase.RUNNING]
         for result in results:
             if not result.is_finite:
                 self._fail(result.row.request.id, StepFailed("the model's numbers became NaN or infinite"))
@@ -264,8 +305,11 @@ class EngineLoop:
         stream.complete()
 
     def _fail_step(self, batch: Batch, error: Exception) -> None:
+        logger.error("a step of %d tokens failed", batch.num_tokens, exc_info=error)
         self._failed_steps += 1
         for row in batch.rows:
+            if row.request.phase is Phase.FINISHED:
+                continue
             failure = StepFailed(
                 f"the step that computed this request failed: {type(error).__name__}: {error}"
             )

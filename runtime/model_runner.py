@@ -65,7 +65,7 @@ class ModelRunner:
         self.decoder = decoder
         self.store = store
         self.attention = attention
-        self._step = forward or EagerForward(decoder, attention)
+        self.forward: Forward = forward or EagerForward(decoder, attention)
         self.eos_ids = tuple(eos_ids)
         self._mask_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="phloem-masks")
 
@@ -123,7 +123,7 @@ class ModelRunner:
         token_ids = array("i")
         for row in rows:
             token_ids += row.request.tokens[row.start : row.end]
-        hidden = self._step.run(torch.frombuffer(token_ids, dtype=torch.int32).long(), plan)
+        hidden = self.forward.run(torch.frombuffer(token_ids, dtype=torch.int32).long(), plan)
         return hidden, plan.qo_indptr[:-1].tolist()
 
     def _score(self, rows: Sequence[tuple[RowResult, int]], hidden: Tensor) -> None:
@@ -157,23 +157,24 @@ class ModelRunner:
         sampling = [index for index, result in enumerate(results) if result.row.samples]
         if len(sampling) < len(results):
             logits = logits[sampling]
-        token_ids = sample(logits, [self._sampling_row(results[index].row) for index in sampling])
+        token_ids = sample(logits, [self.sampling_row(results[index].row) for index in sampling])
         for index, token_id in zip(sampling, token_ids, strict=True):
             results[index].token_id = token_id
         for result, row_logits in zip(results, raw, strict=True):
             if _wants_logprobs(result.row):
                 _tell_logprobs(result, row_logits)
 
-    def _sampling_row(self, row: Row) -> SamplingRow:
+    def sampling_row(self, row: Row) -> SamplingRow:
+        """Say how the token after a row is sampled."""
         request = row.request
         params = request.params
-        num_output = len(request.tokens) - request.num_prompt_tokens
+        num_output = row.end - request.num_prompt_tokens
         banned = (*self.eos_ids, *params.stop_token_ids) if num_output < params.min_tokens else ()
         return SamplingRow(
             params,
             request.seed,
             request.child_index,
-            position=len(request.tokens),
+            position=row.end,
             banned_ids=banned,
             tokens=request.tokens,
             num_prompt_tokens=request.num_prompt_tokens,

@@ -54,17 +54,32 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
         logits: `[num_rows, vocab_size]`, float32, on any device. Rows with penalties, biases or banned tokens are changed in place.
         rows: One per row of `logits`.
     """
+    if logits.device.type != "cpu":
+        # One by one, each draw would make the host wait for the device a few times.
+        together: list[int] = sample_on_device(logits, rows).tolist()
+        return together
     for index, row in enumerate(rows):
         _adjust(logits[index], row)
-    if logits.device.type != "cpu" and any(not row.params.is_greedy for row in rows):
-        # One by one, each draw would make the host wait for the device a few times.
-        together: list[int] = draw_tokens(logits, _draws(rows, logits)).tolist()
-        return together
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     for index, row in enumerate(rows):
         if not row.params.is_greedy:
             tokens[index] = _draw(logits[index], row)
     return tokens
+
+
+def sample_on_device(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Choose one token per row, all rows together, and leave the tokens where the logits are. See `sample`.
+
+    The same draws; where neither `top_k` nor `top_p` cuts, they fall on tokens in another order than on the CPU.
+
+    Returns:
+        int64 `[num_rows]`.
+    """
+    for index, row in enumerate(rows):
+        _adjust(logits[index], row)
+    if all(row.params.is_greedy for row in rows):
+        return logits.argmax(dim=-1)
+    return draw_tokens(logits, _draws(rows, logits))
 
 
 def _draws(rows: Sequence[SamplingRow], logits: Tensor) -> Draws:

@@ -113,6 +113,28 @@ class Scheduler:
             self._admit_waiting(batch, budget)
         return batch
 
+    def following(self, batch: Batch) -> Batch | None:
+        """Choose the next step of the decodes of a batch before its tokens are known: for a device that still computes it.
+
+        None when others wait who could be admitted, when memory is short, or when every decode ends with this step: then the
+        next step must be scheduled with the tokens.
+        """
+        if self.waiting and len(self.running) < self.max_running:
+            return None
+        following = Batch()
+        for row in batch.rows:
+            request = row.request
+            # It has been aborted, or the token that is being sampled is its last.
+            if request.phase is not Phase.RUNNING or row.end + 1 >= request.max_len:
+                continue
+            try:
+                copies = self.paths.grow(request.path, row.end + 1)
+            except OutOfBlocks:
+                return None  # what the others got they would have asked for next
+            assert not copies, "a path that has just written to its tail shares it with nobody"
+            following.rows.append(Row(request, row.end, 1))
+        return following if following.rows else None
+
     def commit(self, rows: Iterable[Row]) -> None:
         """Record that a step has computed these rows, and put the blocks which that filled into the tree."""
         for row in rows:

@@ -27,7 +27,7 @@ class Forward(Protocol):
         """Compute a step and write its KV.
 
         Args:
-            token_ids: int64 `[num_tokens]` on the host, the tokens of all rows of the plan.
+            token_ids: int64 `[num_tokens]`, the tokens of all rows of the plan; on the host, or on the device already.
             plan: Where they stand and what they read.
 
         Returns:
@@ -45,8 +45,8 @@ class EagerForward:
     def run(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
         """Compute a step. See `Forward.run`."""
         self._attention.plan(plan)
-        there = stage({"token_ids": token_ids, "positions": plan.positions}, self._decoder.device)
-        return self._decoder.forward(there["token_ids"], there["positions"], self._attention)
+        token_ids, positions = _inputs(token_ids, plan, self._decoder.device)
+        return self._decoder.forward(token_ids, positions, self._attention)
 
 
 class GraphForward:
@@ -93,11 +93,19 @@ class CapturedStep:
     def run(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
         """Compute a step. See `Forward.run`."""
         self._backend.plan(plan)
-        there = stage({"token_ids": token_ids, "positions": plan.positions}, self._token_ids.device)
+        token_ids, positions = _inputs(token_ids, plan, self._token_ids.device)
         # What stands in the rest is a token and a position too, of an earlier step.
-        self._token_ids[: plan.num_tokens].copy_(there["token_ids"])
-        self._positions[: plan.num_tokens].copy_(there["positions"])
+        self._token_ids[: plan.num_tokens].copy_(token_ids)
+        self._positions[: plan.num_tokens].copy_(positions)
         return self._graph.replay()[: plan.num_tokens]
+
+
+def _inputs(token_ids: Tensor, plan: AttentionPlan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A step's tokens and positions on the device, sent in one copy, or positions alone where the tokens are there."""
+    if token_ids.device.type == device.type != "cpu":
+        return token_ids, stage({"positions": plan.positions}, device)["positions"]
+    there = stage({"token_ids": token_ids, "positions": plan.positions}, device)
+    return there["token_ids"], there["positions"]
 
 
 def capture_step(

@@ -139,7 +139,7 @@ def test_a_failed_step_does_not_end_the_engine(gpu_model: Path, monkeypatch: pyt
 
     with emulated_gpu(gpu_model) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._core.loop.runner._step.forward, "run", broken)
+            patch.setattr(engine._core.loop.runner.forward.forward, "run", broken)
             with pytest.raises(Exception, match="out of memory, say"):
                 engine.generate(STRANGERS[0], GREEDY)
         assert len(engine.generate(STRANGERS[0], GREEDY)[0].token_ids) == 12

@@ -7,18 +7,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from flashinfer_emulator import Emulation
 
 from phloem.kernels.fused_ops import flashinfer_ops
 from phloem.kernels.plan import AttentionPlan
-from phloem.runtime import Engine, EngineConfig
+from phloem.runtime import Engine, EngineConfig, model_runner
 from phloem.runtime.assembly import Assembler, Toolkit
 from phloem.runtime.engine import start
 from phloem.runtime.engine_core import EngineCore
 from phloem.runtime.models.loading import load_model
 from phloem.runtime.placement import Placement
+from phloem.runtime.sampler import sample_on_device
 from phloem.runtime.step_forward import Forward
 
 
@@ -53,7 +55,7 @@ class EmulatedEngine(Engine):
         self.emulation = emulation
         self.plans: list[AttentionPlan] = []
         runner = core.loop.runner
-        runner._step = CountingForward(runner._step, emulation, self.plans)
+        runner.forward = CountingForward(runner.forward, emulation, self.plans)
         self.padding_block = runner.store.num_blocks - 1
 
 
@@ -65,9 +67,13 @@ def emulated_gpu(
     deterministic: bool = False,
     noise: bool = False,
     fused: bool = True,
+    runs_ahead: bool = True,
     **options: Any,
 ) -> Iterator[EmulatedEngine]:
-    """Run an engine; at its end nothing may be left behind. Without `fused`, norms and such are torch's, as on the CPU."""
+    """Run an engine; at its end nothing may be left behind. Without `fused`, norms and such are torch's, as on the CPU.
+
+    Without `runs_ahead`, each step waits for the results of the one before.
+    """
     emulation = Emulation(noise=noise)
     toolkit = Toolkit(emulation.library(), RunAgain)
     ops = flashinfer_ops(toolkit.library) if fused else None
@@ -79,7 +85,13 @@ def emulated_gpu(
         torch.device("cpu"), "flashinfer", torch.bfloat16, torch.bfloat16, deterministic,
         config.max_running, config.max_step_tokens, uses_graphs=graphs,
     )  # fmt: skip
-    with EmulatedEngine(start(Assembler(loaded, config, placement, toolkit)), emulation) as engine:
+    with (
+        # On a GPU all rows are drawn together; the emulated one's logits are on the CPU.
+        patch.object(model_runner, "sample", lambda logits, rows: sample_on_device(logits, rows).tolist()),
+        EmulatedEngine(start(Assembler(loaded, config, placement, toolkit)), emulation) as engine,
+    ):
+        if not runs_ahead:
+            engine._core.loop._launcher = None
         yield engine
         engine.check()
         stats = engine.stats()
