@@ -46,6 +46,7 @@ class Growth:
     def __init__(self, tree: SearchTree, step: Step, value: Value | Callable[[Node], float]) -> None:
         if not isinstance(step, (Sample, Propose)):
             raise InvalidRequest(f"step must be Sample or Propose, not {type(step).__name__}", field="step")
+        tree.check_open()
         self._tree = tree
         self._step = step
         self._value = as_value(value)

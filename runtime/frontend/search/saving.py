@@ -61,11 +61,11 @@ def read_header(state: Mapping[str, Any]) -> Header:
     )
 
 
-def fill_tree(root: Node, described: Sequence[Mapping[str, Any]]) -> None:
+def fill_tree(root: Node, described: Sequence[Mapping[str, Any]], *, vocab_size: int) -> None:
     """Make the described nodes under a root that has the first one's tokens.
 
     Raises:
-        InvalidRequest: A node's parent does not come before it, or a field has a wrong type.
+        InvalidRequest: A node's parent does not come before it, its tokens are none of the model's, or a field has a wrong type.
     """
     made: list[Node] = []
     for place, each in enumerate(described):
@@ -73,7 +73,7 @@ def fill_tree(root: Node, described: Sequence[Mapping[str, Any]]) -> None:
         if place == 0:
             node = root
         elif _is_whole(parent_place) and parent_place < place:
-            node = _child(made[parent_place], each["token_ids"], place)
+            node = _child(made[parent_place], each["token_ids"], place, vocab_size)
         else:
             raise InvalidRequest(
                 f"nodes[{place}].parent must be a place before {place}, not {parent_place!r}",
@@ -83,10 +83,14 @@ def fill_tree(root: Node, described: Sequence[Mapping[str, Any]]) -> None:
         made.append(node)
 
 
-def _child(parent: Node, token_ids: Any, place: int) -> Node:
-    good = isinstance(token_ids, Sequence) and all(_is_whole(token_id) for token_id in token_ids)
+def _child(parent: Node, token_ids: Any, place: int, vocab_size: int) -> Node:
+    good = isinstance(token_ids, Sequence) and all(
+        _is_whole(each) and each < vocab_size for each in token_ids
+    )
     if not good or not token_ids:
-        raise InvalidRequest(f"nodes[{place}].token_ids must be token ids", field="nodes.token_ids")
+        raise InvalidRequest(
+            f"nodes[{place}].token_ids must be token ids, from 0 to {vocab_size - 1}", field="nodes.token_ids"
+        )
     tokens = array("i", token_ids)
     child = Node(parent, len(parent.children), parent.depth + 1, parent.end, tokens, parent.decode)
     parent.children.append(child)

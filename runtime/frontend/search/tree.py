@@ -119,12 +119,12 @@ class SearchTree:
         Raises:
             BranchReleased: The tree was closed.
         """
-        self._check_open()
+        self.check_open()
         return self.holdings.branch(node)
 
     def open(self, prompt: Prompt) -> Branch:
         """Return a branch of another prompt in the tree's namespace; it is the caller's."""
-        self._check_open()
+        self.check_open()
         return self.engine.branch(prompt, namespace=self.namespace)
 
     def ask(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion]]:
@@ -132,7 +132,7 @@ class SearchTree:
 
         Draws come from the tree's seed and the prompt alone: the same question gets the same answer.
         """
-        self._check_open()
+        self.check_open()
         if not prompts:
             return []
         each = [replace(params, seed=self.seed_of(f"ask {prompt!r}")) for prompt in prompts]
@@ -187,7 +187,7 @@ class SearchTree:
             namespace=Namespace(salt=header.salt, adapter=header.adapter),
         )  # fmt: skip
         try:
-            fill_tree(tree.root, state["nodes"])
+            fill_tree(tree.root, state["nodes"], vocab_size=engine.model.vocab_size)
         except BaseException:
             tree.close()
             raise
@@ -198,6 +198,11 @@ class SearchTree:
     def _reopen(self, node: Node) -> Branch:
         return self.engine.branch(node.path_token_ids, namespace=self.namespace)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Check that the tree can be worked on.
+
+        Raises:
+            BranchReleased: It was closed.
+        """
         if self._is_closed:
             raise BranchReleased("the search tree was closed; use it inside of its with block, or save it with to_dict")  # fmt: skip
