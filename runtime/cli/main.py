@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -77,6 +78,21 @@ def chat(
     run_chat(model, params, Console(), system=system)
 
 
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Whose engine to describe; fetched if it is not here. Default: a common shape."),
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Tell what this machine has, what an engine would use of it, and why not a GPU. Exit code 1: none can run."""
+    from phloem.runtime.cli.doctor import run_doctor
+
+    if not run_doctor(model, Console(), json_path=json_path):
+        raise typer.Exit(1)
+
+
 @bench_app.command("radix")
 def bench_radix(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller trees: seconds, not minutes.")] = False,
@@ -131,6 +147,8 @@ def bench_replay(
 
 def main() -> None:
     """Run the command; errors of the family print one line instead of a traceback."""
+    # Before torch is imported: beside another busy process, spinning OpenMP threads make a step many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app()
     except KeyboardInterrupt:
