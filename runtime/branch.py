@@ -165,7 +165,7 @@ class Branch:
         """
         children = self._children_of(n, params, QueueSink)
         try:
-            return [self._branch_of(child, self._result(child)) for child in children]
+            return [self.branch_of(child, self._result(child)) for child in children]
         except BaseException:
             self._core.drop(children)
             raise
@@ -175,7 +175,7 @@ class Branch:
         children = self._children_of(n, params, AsyncSink)
         try:
             results = await asyncio.gather(*(self._aresult(child) for child in children))
-            return [self._branch_of(child, result) for child, result in zip(children, results, strict=True)]
+            return [self.branch_of(child, result) for child, result in zip(children, results, strict=True)]
         except BaseException:
             self._core.drop(children)
             raise
@@ -211,14 +211,26 @@ class Branch:
         Raises:
             InvalidRequest: A candidate is no token id, or `top` is out of range.
         """
-        ids = () if candidates is None else tuple(self._encode(candidates, "candidates"))
-        return self._next_result(self._start_next(ids, top), ids)
+        child = self._start_next(candidates, top, QueueSink)
+        return _next_tokens(child, self._result(child))
+
+    async def anext_token_logprobs(
+        self, candidates: Sequence[int] | None = None, *, top: int = 20
+    ) -> list[tuple[int, float]]:
+        """Do as `next_token_logprobs`, for an event loop."""
+        child = self._start_next(candidates, top, AsyncSink)
+        return _next_tokens(child, await self._aresult(child))
 
     @staticmethod
     def next_token_logprobs_of(branches: Sequence[Branch], *, top: int = 20) -> list[list[tuple[int, float]]]:
         """Return what `next_token_logprobs` gives for each of several branches, computed together."""
-        children = [branch._start_next((), top) for branch in branches]
-        return [branch._next_result(child, ()) for branch, child in zip(branches, children, strict=True)]
+        for index, branch in enumerate(branches):
+            branch._core.check_length(len(branch), new_tokens=1, name=f"branches[{index}]")
+        children = [branch._start_next(None, top, QueueSink) for branch in branches]
+        return [
+            _next_tokens(child, branch._result(child))
+            for branch, child in zip(branches, children, strict=True)
+        ]
 
     @staticmethod
     def scores_of(
@@ -255,16 +267,12 @@ class Branch:
             CacheFull: The budget for pins does not hold it; the message says what is pinned.
         """
         self.next_token_logprobs(top=1)
-        path = self._live_path()
-        try:
-            lease = self._core.call(lambda: self._core.paths.pin(path, ttl=ttl, owner=owner)).result()
-        except PinRefused as error:
-            raise CacheFull(str(error)) from error
-        except ValueError as error:
-            raise InvalidRequest(str(error), field="pin") from error
-        self.unpin()
-        self._lease = lease
-        return lease.num_tokens
+        return self._pin(ttl, owner)
+
+    async def apin(self, *, ttl: float = 60.0, owner: str = "branch") -> int:
+        """Do as `pin`, for an event loop."""
+        await self.anext_token_logprobs(top=1)
+        return self._pin(ttl, owner)
 
     def unpin(self) -> None:
         """End the lease that `pin` took; without one, do nothing."""
@@ -347,22 +355,28 @@ class Branch:
             child.max_new_tokens, child.appended, child.is_scored = 0, ids, True
         return children
 
-    def _start_next(self, candidate_ids: tuple[int, ...], top: int) -> Child:
+    def _pin(self, ttl: float, owner: str) -> int:
+        path = self._live_path()
+        try:
+            lease = self._core.call(lambda: self._core.paths.pin(path, ttl=ttl, owner=owner)).result()
+        except PinRefused as error:
+            raise CacheFull(str(error)) from error
+        except ValueError as error:
+            raise InvalidRequest(str(error), field="pin") from error
+        self.unpin()
+        self._lease = lease
+        return lease.num_tokens
+
+    def _start_next(self, candidates: Sequence[int] | None, top: int, make_sink: Callable[[], Sink]) -> Child:
+        candidate_ids = () if candidates is None else tuple(self._encode(candidates, "candidates"))
         params = SamplingParams(
             max_tokens=1, temperature=0, logprobs=0 if candidate_ids else top, ignore_eos=True
         )
         self._core.check_length(len(self), new_tokens=1, name="the path")
-        [child] = self._core.children(len(self), params, [QueueSink()])
+        [child] = self._core.children(len(self), params, [make_sink()])
         child.candidate_ids = candidate_ids
         self.fan_out([child])
         return child
-
-    def _next_result(self, child: Child, candidate_ids: tuple[int, ...]) -> list[tuple[int, float]]:
-        result = self._result(child)
-        if candidate_ids:
-            return list(zip(candidate_ids, result.candidate_logprobs, strict=True))
-        assert result.logprobs is not None
-        return list(result.logprobs[0].top)
 
     def _result(self, child: Child) -> Completion:
         assert isinstance(child.sink, QueueSink)
@@ -381,13 +395,21 @@ class Branch:
         self.fan_out(children)
         return children
 
-    def _branch_of(self, child: Child, completion: Completion) -> Branch:
+    def branch_of(self, child: Child, completion: Completion) -> Branch:
+        """Return the branch that a child left, which was started with `keeps_path`."""
         assert child.request is not None
         return Branch(self._core, child.request.path, completion)
 
     def _encode(self, continuation: str | Sequence[int], name: str) -> array[int]:
         core = self._core
         return encode_continuation(continuation, core.tokenizer, vocab_size=core.model.vocab_size, name=name)
+
+
+def _next_tokens(child: Child, result: Completion) -> list[tuple[int, float]]:
+    if child.candidate_ids:
+        return list(zip(child.candidate_ids, result.candidate_logprobs, strict=True))
+    assert result.logprobs is not None
+    return list(result.logprobs[0].top)
 
 
 def _score(result: Completion) -> Score:

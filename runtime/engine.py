@@ -15,7 +15,7 @@ from phloem.runtime.config import EngineConfig
 from phloem.runtime.engine_core import EngineCore, deadline
 from phloem.runtime.engine_loop import EngineLoop
 from phloem.runtime.errors import InvalidRequest
-from phloem.runtime.expand import Expansion, expand
+from phloem.runtime.expand import Expansion, aexpand, expand
 from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Progress, QueueSink
 from phloem.runtime.grammar import GrammarCompiler
 from phloem.runtime.models.config import ModelConfig, read_model_config
@@ -187,6 +187,12 @@ class Engine:
             PhloemError: A child failed; the others have been aborted and released.
         """
         return expand(self._core, branches, n, params)
+
+    def aexpand_many(
+        self, branches: Sequence[Branch], n: int, params: SamplingParams | None = None
+    ) -> AsyncIterator[Branch]:
+        """Do as `expand_many`, for an event loop. Closing the iterator aborts and releases the rest."""
+        return aexpand(self._core, branches, n, params)
 
     def expansion(self) -> Expansion:
         """Return an empty expansion: as `expand_many`, but more can be added while children are under way."""

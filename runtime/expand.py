@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import queue
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 from phloem.runtime.branch import Branch, check_expansion
 from phloem.runtime.engine_core import EngineCore
 from phloem.runtime.errors import InvalidRequest
 from phloem.runtime.fan_out import Child
-from phloem.runtime.generation import Item
+from phloem.runtime.generation import AsyncGeneration, AsyncSink, Item, Progress
 from phloem.runtime.sampling_params import SamplingParams
 
 Event = tuple["ChildSink", Item]
@@ -136,6 +137,40 @@ def _run(core: EngineCore, branches: Sequence[Branch], n: int, params: SamplingP
             expansion.add(branch, n, params)
         for born in expansion:
             yield born.branch
+
+
+async def aexpand(
+    core: EngineCore, branches: Sequence[Branch], n: int, params: SamplingParams | None
+) -> AsyncIterator[Branch]:
+    """Do as `expand`, for an event loop."""
+    params = check_expansion(core, n, params)
+    for index, branch in enumerate(branches):
+        core.check_length(len(branch), new_tokens=1, name=f"branches[{index}]")
+    left: dict[str, Child] = {}
+
+    async def result(branch: Branch, child: Child, sink: AsyncSink) -> tuple[Child, Branch]:
+        done = await AsyncGeneration(sink, Progress(child.request_id, core.abort)).result()
+        return child, branch.branch_of(child, done)
+
+    tasks = []
+    try:
+        for branch in branches:
+            sinks = [AsyncSink() for _ in range(n)]
+            children = core.children(len(branch), params, sinks, keeps_path=True)
+            left.update({child.request_id: child for child in children})
+            branch.fan_out(children)
+            tasks += [
+                asyncio.ensure_future(result(branch, child, sink))
+                for child, sink in zip(children, sinks, strict=True)
+            ]
+        for task in asyncio.as_completed(tasks):
+            child, born = await task
+            del left[child.request_id]
+            yield born
+    finally:
+        for each in tasks:
+            each.cancel()
+        core.drop(left.values())
 
 
 def _drop(core: EngineCore, expected: dict[ChildSink, _Expected]) -> None:

@@ -382,3 +382,40 @@ def test_a_fork_of_a_thousand_runs_to_the_end(tiny_engine: Engine) -> None:
         for kid in kids:
             kid.release()
     assert tiny_engine.stats().cache.locked == 0
+
+
+def test_every_blocking_call_has_a_twin_for_event_loops(tiny_engine: Engine) -> None:
+    params = SamplingParams(max_tokens=4, temperature=1.0, seed=3, ignore_eos=True)
+
+    async def twins(root: Branch) -> tuple[object, object, list[list[int]], int]:
+        likeliest = await root.anext_token_logprobs(top=3)
+        candidates = await root.anext_token_logprobs([5, 6])
+        kids = [kid async for kid in tiny_engine.aexpand_many([root, root], 3, params)]
+        found = sorted(kid.completion.token_ids for kid in kids)
+        for kid in kids:
+            kid.release()
+        return likeliest, candidates, found, await root.apin(ttl=5)
+
+    with tiny_engine.branch(ids(40)) as root:
+        likeliest, candidates, found, pinned = asyncio.run(twins(root))
+        root.unpin()
+        assert likeliest == root.next_token_logprobs(top=3)
+        assert candidates == root.next_token_logprobs([5, 6])
+        kids = list(tiny_engine.expand_many([root, root], 3, params))
+        assert found == sorted(kid.completion.token_ids for kid in kids)
+        for kid in kids:
+            kid.release()
+        assert pinned == 32
+
+
+def test_leaving_an_async_expansion_early_drops_the_rest(tiny_engine: Engine) -> None:
+    async def first_of(root: Branch) -> Branch:
+        params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+        born = tiny_engine.aexpand_many([root], 5, params)
+        kid = await anext(born)
+        await born.aclose()
+        return kid
+
+    with tiny_engine.branch(ids(10)) as root:
+        asyncio.run(first_of(root)).release()
+        assert tiny_engine.stats().running == tiny_engine.stats().waiting == 0
