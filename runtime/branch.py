@@ -7,6 +7,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,14 +99,12 @@ class Branch:
             InvalidRequest: It is empty or holds ids that are none, or the branch is generating.
             PromptTooLong: The path would not fit the context.
         """
-        ids = self._encode(continuation, "continuation")
+        self._append(continuation).result()
+        return self
 
-        def extend() -> None:
-            path = self._unused_path()
-            self._core.check_length(len(path.tokens) + len(ids), new_tokens=0, name="the path")
-            path.tokens.extend(ids)
-
-        self._core.call(extend).result()
+    async def aappend(self, continuation: str | Sequence[int]) -> Branch:
+        """Do as `append`, for an event loop."""
+        await asyncio.wrap_future(self._append(continuation))
         return self
 
     def generate(self, params: SamplingParams | None = None) -> Completion:
@@ -143,7 +142,12 @@ class Branch:
             InvalidRequest: `n` is not from 1 to 100,000.
         """
         check_count("n", n)
-        return self._forks(None, n)
+        return self._forks(None, n).result()
+
+    async def afork(self, n: int = 1) -> list[Branch]:
+        """Do as `fork`, for an event loop."""
+        check_count("n", n)
+        return await asyncio.wrap_future(self._forks(None, n))
 
     def at(self, index: int) -> Branch:
         """Return a branch of the first `index` tokens of the path.
@@ -151,7 +155,11 @@ class Branch:
         Raises:
             InvalidRequest: `index` is not from 1 to the path's length.
         """
-        return self._forks(index, 1)[0]
+        return self._forks(index, 1).result()[0]
+
+    async def aat(self, index: int) -> Branch:
+        """Do as `at`, for an event loop."""
+        return (await asyncio.wrap_future(self._forks(index, 1)))[0]
 
     def expand(self, n: int, params: SamplingParams | None = None) -> list[Branch]:
         """Generate n children from here; return a branch for each, with its `completion`. This branch stays as it is.
@@ -254,8 +262,9 @@ class Branch:
 
     def release(self) -> None:
         """End the branch: its blocks can be evicted at once, and a generation on it is aborted. A second call does nothing."""
-        self._is_released = True
-        self._finalizer()
+        with self._guard:  # a use that begins meanwhile is either seen by it, or refused
+            self._is_released = True
+            self._finalizer()
 
     def pin(self, *, ttl: float = 60.0, owner: str = "branch") -> int:
         """Keep the branch's whole blocks from eviction for `ttl` seconds after their last use; return how many tokens.
@@ -292,7 +301,8 @@ class Branch:
 
     def fan_out(self, children: Sequence[Child]) -> None:
         """Start children from the end of the path; for `expand` and `score`, which know how to end them."""
-        self._core.loop.fan_out(self._live_path(), children, keeps_path=True)
+        with self._guard:
+            self._core.loop.fan_out(self._live_path(), children, keeps_path=True)
 
     # Parts of the above
 
@@ -327,8 +337,18 @@ class Branch:
             self._core.submit(self._request, sink)
         return Progress(self._request.id, self._core.abort)
 
-    def _forks(self, index: int | None, n: int) -> list[Branch]:
-        def fork() -> list[Path]:
+    def _append(self, continuation: str | Sequence[int]) -> Future[None]:
+        ids = self._encode(continuation, "continuation")
+
+        def extend() -> None:
+            path = self._unused_path()
+            self._core.check_length(len(path.tokens) + len(ids), new_tokens=0, name="the path")
+            path.tokens.extend(ids)
+
+        return self._core.call(extend)
+
+    def _forks(self, index: int | None, n: int) -> Future[list[Branch]]:
+        def fork() -> list[Branch]:
             path = self._live_path()
             size = len(path.tokens) if index is None else index
             if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= len(path.tokens):
@@ -336,9 +356,10 @@ class Branch:
                     f"index must be a whole number from 1 to the path's length of {len(path.tokens)}, not {index!r}",
                     field="index",
                 )
-            return [self._core.paths.fork(path, size) for _ in range(n)]
+            # Made here, so that branches which nobody waits for any more are collected, and released.
+            return [Branch(self._core, self._core.paths.fork(path, size)) for _ in range(n)]
 
-        return [Branch(self._core, path) for path in self._core.call(fork).result()]
+        return self._core.call(fork)
 
     def _score_children(
         self, continuations: Sequence[str | Sequence[int]], make_sink: Callable[[], Sink]

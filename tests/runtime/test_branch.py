@@ -1,8 +1,10 @@
 """Branches on a tiny random model: fork, at, expand, append, release. Scores: test_score.py."""
 
 import asyncio
+import contextlib
 import gc
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -419,3 +421,30 @@ def test_leaving_an_async_expansion_early_drops_the_rest(tiny_engine: Engine) ->
     with tiny_engine.branch(ids(10)) as root:
         asyncio.run(first_of(root)).release()
         assert tiny_engine.stats().running == tiny_engine.stats().waiting == 0
+
+
+@pytest.mark.parametrize("use", ["generate", "score", "expand"])
+def test_a_branch_that_is_released_while_another_thread_begins_to_use_it_loses_no_block(
+    tiny_engine: Engine, use: str
+) -> None:
+    calls = {
+        "generate": lambda branch: branch.generate(GREEDY),
+        "score": lambda branch: branch.score([[1]]),
+        "expand": lambda branch: [kid.release() for kid in branch.expand(1, GREEDY)],
+    }
+
+    def work(branch: Branch, ready: threading.Event) -> None:
+        ready.set()
+        with contextlib.suppress(BranchReleased):
+            calls[use](branch)
+
+    for number in range(100):
+        branch, ready = tiny_engine.branch(ids(20)), threading.Event()
+        thread = threading.Thread(target=work, args=(branch, ready))
+        thread.start()
+        ready.wait()
+        for _ in range(number % 10 * 20):  # some microseconds more each time
+            pass
+        branch.release()
+        thread.join()
+    assert tiny_engine.stats().cache.locked == 0
