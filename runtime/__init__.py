@@ -18,15 +18,18 @@ if TYPE_CHECKING:
         Cancelled,
         EngineClosed,
         GrammarError,
+        IncompleteOutput,
         InvalidRequest,
         ModelCorrupted,
         ModelError,
         ModelNotFound,
         ModelUnsupported,
         PhloemError,
+        ProgramError,
         PromptTooLong,
         QueueFull,
         StepFailed,
+        UnknownCapture,
     )
     from phloem.runtime.grammar import Grammar
     from phloem.runtime.outputs import Chunk, Completion, EngineStats, TokenLogprob, Usage
@@ -45,6 +48,7 @@ __all__ = [
     "EngineStats",
     "Grammar",
     "GrammarError",
+    "IncompleteOutput",
     "InvalidRequest",
     "ModelCorrupted",
     "ModelError",
@@ -52,12 +56,14 @@ __all__ = [
     "ModelUnsupported",
     "Namespace",
     "PhloemError",
+    "ProgramError",
     "PromptTooLong",
     "QueueFull",
     "SamplingParams",
     "Score",
     "StepFailed",
     "TokenLogprob",
+    "UnknownCapture",
     "Usage",
 ]
 

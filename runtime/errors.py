@@ -14,6 +14,9 @@
     ├── QueueFull                            more requests wait than the engine was told to queue
     ├── BranchReleased                       a branch that was released is used again
     ├── StepFailed                           the model failed, or its numbers did (NaN), in a step of this request
+    ├── ProgramError                         a program that uses its state in a way that can't work
+    │   ├── UnknownCapture   (also KeyError) a name under which nothing was captured
+    │   └── IncompleteOutput                 constrained output that was cut off; carries its beginning
     ├── EngineClosed                         a call on an engine after `close()`, or cut off by it
     └── Cancelled                            a request ended by its caller; carries what was made so far
 
@@ -28,6 +31,9 @@ from __future__ import annotations
 
 class PhloemError(Exception):
     """The root of the family: ``except PhloemError`` catches all that phloem raises on purpose."""
+
+    program_line: str | None = None
+    """Where in a program it happened, as ``file:line, in function``; the message ends with it. None outside of programs."""
 
 
 class InvalidRequest(PhloemError, ValueError):
@@ -90,6 +96,27 @@ class Cancelled(PhloemError):
 
 class StepFailed(PhloemError):
     """The step that computed the request failed; nothing that it wrote stays in the cache, and others go on."""
+
+
+class ProgramError(PhloemError):
+    """A program (`phloem.runtime.frontend.program`) that uses its state in a way that can't work."""
+
+
+class UnknownCapture(ProgramError, KeyError):
+    """Nothing was captured under this name; the message lists the names there are."""
+
+    __str__ = Exception.__str__  # KeyError would show the message in quotes
+
+
+class IncompleteOutput(ProgramError):
+    """Output that was to fit a grammar or a schema, cut off by `max_tokens` or the context."""
+
+    partial: str
+    """The text until there."""
+
+    def __init__(self, message: str, *, partial: str) -> None:
+        super().__init__(message)
+        self.partial = partial
 
 
 class EngineClosed(PhloemError):

@@ -45,6 +45,10 @@ ALLOWED = {
                                 "phloem.runtime.expand", "phloem.runtime.grammar", "phloem.runtime.outputs",
                                 "phloem.runtime.prompts", "phloem.runtime.sampling_params",
                                 "phloem.runtime.frontend", "phloem.radix"),
+    "phloem.runtime.frontend.program": ("phloem.runtime.engine", "phloem.runtime.branch", "phloem.runtime.errors",
+                                        "phloem.runtime.grammar", "phloem.runtime.outputs",
+                                        "phloem.runtime.sampling_params", "phloem.runtime.progress",
+                                        "phloem.runtime.frontend.program", "phloem.radix"),
     "phloem.runtime.cli": ("phloem.runtime", "phloem.radix", "phloem.kernels"),
 }  # fmt: skip
 ABOVE = ("phloem.runtime.cli", "phloem.runtime.server", "phloem.runtime.frontend")

@@ -1,0 +1,135 @@
+"""What a run did, step by step: for a person as a tree, for Chrome's and Perfetto's viewers as JSON."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phloem.runtime.frontend.program.where import program_line
+from phloem.runtime.outputs import Usage
+
+
+@dataclass(slots=True)
+class Step:
+    """One operation of a program. Written by the operation, then left alone."""
+
+    operation: str
+    """Its method's name; "text" for `+=`."""
+
+    name: str
+    """Of the capture, or of the sub-program; empty where there is none."""
+
+    state: str
+    """Which state it was on: "0" is the run's, "0.1" the second child that it forked."""
+
+    line: str | None
+    """Where the program says so; None for work that a fork handed to a thread."""
+
+    start_s: float
+    """Since the run began."""
+
+    duration_s: float = 0.0
+    tokens_in: int = 0
+    """Of the prompts that the operation sent, or of the text that it appended."""
+
+    cached: int = 0
+    """Those of `tokens_in` that were not computed, because their KV was there. 0 for text, which is not computed yet."""
+
+    out: int = 0
+    """Generated tokens."""
+
+    error: str | None = None
+    """The type of the error that ended it."""
+
+    def add(self, usage: Usage) -> None:
+        """Count a request of the operation."""
+        self.tokens_in += usage.prompt_tokens
+        self.cached += usage.cached_tokens
+        self.out += usage.completion_tokens
+
+
+@dataclass(slots=True)
+class Trace:
+    """The steps of one run, in the order in which they began. Its states append to it, from any thread."""
+
+    program: str
+    steps: list[Step] = field(default_factory=list)
+    _began_s: float = field(default_factory=time.perf_counter)
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def step(self, operation: str, name: str, state: str) -> Iterator[Step]:
+        """Record what happens inside as one step."""
+        began_s = time.perf_counter()
+        step = Step(operation, name, state, program_line(), began_s - self._began_s)
+        with self._guard:
+            self.steps.append(step)
+        try:
+            yield step
+        except BaseException as error:
+            step.error = type(error).__name__
+            raise
+        finally:
+            step.duration_s = time.perf_counter() - began_s
+
+    @property
+    def usage(self) -> Usage:
+        """The sums over all requests of the run."""
+        sent = [step for step in self.steps if step.operation != "text"]
+        return Usage(
+            prompt_tokens=sum(step.tokens_in for step in sent),
+            cached_tokens=sum(step.cached for step in sent),
+            completion_tokens=sum(step.out for step in sent),
+        )
+
+    def to_chrome(self) -> dict[str, Any]:
+        """Return the trace in Chrome's trace event format, which Perfetto reads too: a row per state."""
+        rows = {state: row for row, state in enumerate(dict.fromkeys(step.state for step in self.steps))}
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": row, "args": {"name": f"state {state}"}}
+            for state, row in rows.items()
+        ]
+        return {"traceEvents": names + [_event(step, rows[step.state]) for step in self.steps]}
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_chrome` to a file; open it in chrome://tracing or ui.perfetto.dev."""
+        Path(path).write_text(json.dumps(self.to_chrome()), encoding="utf-8")
+
+    def to_tree(self) -> str:
+        """Return the trace as text, a line per step, forked states indented below their parent's steps."""
+        usage = self.usage
+        head = (
+            f"{self.program}: {usage.prompt_tokens} tokens in, {usage.cached_tokens} cached, "
+            f"{usage.completion_tokens} out"
+        )
+        return "\n".join([head, *(_line(step) for step in self.steps)])
+
+    def __str__(self) -> str:
+        return self.to_tree()
+
+
+def _event(step: Step, row: int) -> dict[str, Any]:
+    details = {"in": step.tokens_in, "cached": step.cached, "out": step.out, "line": step.line}
+    return {
+        "ph": "X",
+        "name": f"{step.operation} {step.name}".rstrip(),
+        "pid": 1,
+        "tid": row,
+        "ts": step.start_s * 1e6,
+        "dur": step.duration_s * 1e6,
+        "args": {key: value for key, value in details.items() if value is not None}
+        | ({"error": step.error} if step.error else {}),
+    }
+
+
+def _line(step: Step) -> str:
+    depth = step.state.count(".")
+    title = f"{'  ' * (depth + 1)}[{step.state}] {step.operation} {step.name}".rstrip()
+    counts = f"{step.tokens_in:6} in {step.cached:6} cached {step.out:5} out {step.duration_s * 1e3:9.1f} ms"
+    return f"{title:40}{counts}" + (f"  {step.error}" if step.error else "")

@@ -1,0 +1,269 @@
+"""Running programs: once, in an event loop, as a stream, over many inputs; what ends with them, and what they leave."""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from phloem.runtime import BranchReleased, Engine, InvalidRequest, UnknownCapture
+from phloem.runtime.frontend.program import Run, State, program
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+TEXT = "the quick brown fox jumps over the lazy dog"
+
+
+@program
+def plain(s, text=TEXT):
+    s += text
+    s.gen("answer", **GREEDY)
+
+
+def run(engine, function, *args):
+    return program(function).run(engine, *args)
+
+
+def test_a_run_ends_its_branches(tiny_engine: Engine) -> None:
+    kept = []
+
+    def fails(s: State) -> None:
+        s += TEXT
+        s.gen(**GREEDY)
+        kept.append(s)
+        raise ZeroDivisionError("the program's own")
+
+    with pytest.raises(ZeroDivisionError):
+        run(tiny_engine, fails)
+    with pytest.raises(BranchReleased, match="or its run, ended"):
+        kept[0].gen()
+    with pytest.raises(BranchReleased):
+        kept[0] += "text"
+    assert tiny_engine.stats().cache.locked == 0
+
+
+def test_asynchronous_programs(tiny_engine: Engine) -> None:
+    @program
+    async def aplain(s: State) -> list[str]:
+        s += TEXT
+        await s.agen("answer", **GREEDY)
+        await s.aselect("colour", [" red", " blue"])
+        await s.ascore(["a"])
+        async with s.fork([" a", " b"]) as kids:
+            return await kids.agen("kid", **GREEDY)
+
+    def same(s: State) -> list[str]:
+        s += TEXT
+        s.gen("answer", **GREEDY)
+        s.select("colour", [" red", " blue"])
+        with s.fork([" a", " b"]) as kids:
+            return kids.gen("kid", **GREEDY)
+
+    expected = run(tiny_engine, same)
+    for done in (aplain.run(tiny_engine), asyncio.run(aplain.arun(tiny_engine))):
+        assert done.value == expected.value
+        assert done.token_ids == expected.token_ids
+    assert asyncio.run(plain.arun(tiny_engine))["answer"] == plain.run(tiny_engine)["answer"]
+
+
+@pytest.mark.parametrize("kind", ["thread", "loop"])
+def test_cancelling_a_run_ends_what_it_generates(tiny_engine: Engine, kind: str) -> None:
+    async def slow_loop(s: State) -> None:
+        s += TEXT
+        await s.agen(max_tokens=3000, ignore_eos=True)
+
+    def slow_thread(s: State) -> None:
+        s += TEXT
+        s.gen(max_tokens=3000, ignore_eos=True)
+
+    async def cancel() -> None:
+        task = asyncio.ensure_future(program(slow_loop if kind == "loop" else slow_thread).arun(tiny_engine))
+        while not tiny_engine.stats().running:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while tiny_engine.stats().running:
+            await asyncio.sleep(0.01)
+
+    tiny_engine_blocks = tiny_engine.stats().cache.locked
+    asyncio.run(cancel())
+    assert tiny_engine.stats().cache.locked == tiny_engine_blocks == 0
+
+
+def test_streaming_gives_the_pieces_and_then_the_run(tiny_engine: Engine) -> None:
+    *pieces, last = plain.stream(tiny_engine)
+    assert "".join(piece.text for piece in pieces) == last.run["answer"] == plain.run(tiny_engine)["answer"]
+    assert {piece.name for piece in pieces} == {"answer"}
+
+    async def collect() -> list[str]:
+        return [piece.text or piece.run["answer"] async for piece in plain.astream(tiny_engine)]
+
+    found = asyncio.run(collect())
+    assert "".join(found[:-1]) == found[-1] == last.run["answer"]
+
+
+def test_leaving_a_stream_ends_the_run(tiny_engine: Engine) -> None:
+    @program
+    def endless(s: State) -> None:
+        s += TEXT
+        s.gen("answer", max_tokens=3000, ignore_eos=True)
+
+    stream = endless.stream(tiny_engine)
+    next(stream)
+    stream.close()
+    while tiny_engine.stats().running:
+        pass
+    assert tiny_engine.stats().generated_tokens < 3000
+
+    def fails(s: State) -> None:
+        s += TEXT
+        s.gen(temperature=-1)
+
+    with pytest.raises(InvalidRequest, match="in fails"):
+        list(program(fails).stream(tiny_engine))
+
+
+SHARED = "A text that all inputs share, long enough for several blocks and then a part of one. "
+
+
+@program
+def ask(s, number, of="inputs"):
+    s += SHARED
+    s += f"{number} {of}"
+    if number == 3:
+        raise ZeroDivisionError("three")
+    s.gen("answer", **GREEDY)
+
+
+def test_map_gives_the_runs_in_order_and_computes_what_they_share_once(tiny_path: Path) -> None:
+    inputs = [f"input number {number}" for number in range(40)]
+    with Engine(tiny_path, dtype="float32", num_blocks=512) as engine:
+        runs = ask.map(engine, inputs, concurrency=8)
+        distinct = len(SHARED) + 1 + sum(len(f"{each} inputs") for each in inputs)
+        computed = sum(each.usage.computed_tokens for each in runs)
+        assert [each["answer"] for each in runs] == [ask.run(engine, each)["answer"] for each in inputs]
+    assert distinct - 39 * 15 <= computed <= distinct, "twins of the numbers' beginnings are shared too"
+
+
+def test_map_takes_single_arguments_tuples_and_mappings(tiny_engine: Engine) -> None:
+    runs = ask.map(tiny_engine, [1, (2, "things"), {"number": 4, "of": "all"}])
+    for each, end in zip(runs, ["1 inputs", "2 things", "4 all"], strict=True):
+        assert each.text == f"<|bos|>{SHARED}{end}{each['answer']}"
+
+
+def test_a_failing_input_does_not_stop_the_others(tiny_engine: Engine) -> None:
+    runs = ask.map(tiny_engine, [1, 2, 3, 4], concurrency=2)
+    assert [type(each.error) for each in runs] == [type(None), type(None), ZeroDivisionError, type(None)]
+    assert runs[2].text.endswith("3 inputs")
+    with pytest.raises(ZeroDivisionError):
+        runs[2]["answer"]
+    with pytest.raises(UnknownCapture):
+        runs[1]["question"]
+    with pytest.raises(ZeroDivisionError, match="three"):
+        ask.map(tiny_engine, [1, 2, 3, 4], concurrency=2, on_error="raise")
+
+
+def test_an_error_that_is_to_stop_the_others_does(tiny_engine: Engine) -> None:
+    started = threading.Event()
+
+    @program
+    def some(s: State, number: int) -> None:
+        s += TEXT
+        if number == 0:
+            started.wait()
+            raise ZeroDivisionError
+        started.set()
+        s.gen(max_tokens=3000, ignore_eos=True)
+
+    with pytest.raises(ZeroDivisionError):
+        some.map(tiny_engine, [0, 1], concurrency=2, on_error="raise")
+    assert tiny_engine.stats().running == 0
+
+
+def test_amap_is_map_for_an_event_loop(tiny_engine: Engine) -> None:
+    @program
+    async def aask(s: State, number: int) -> None:
+        s += SHARED
+        s += f"{number} inputs"
+        if number == 3:
+            raise ZeroDivisionError("three")
+        await s.agen("answer", **GREEDY)
+
+    expected = ask.map(tiny_engine, [1, 2, 3, 4])
+    for each in (ask, aask):
+        found = asyncio.run(each.amap(tiny_engine, [1, 2, 3, 4], concurrency=2))
+        assert [one.captures for one in found] == [one.captures for one in expected]
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(each.amap(tiny_engine, [1, 2, 3, 4], on_error="raise"))
+    assert [one.captures for one in aask.map(tiny_engine, [1, 2])] == [one.captures for one in expected[:2]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs": "text"}, "inputs must be a list"),
+        ({"inputs": [1], "concurrency": 0}, "concurrency must be a whole number from 1 to 1024"),
+        ({"inputs": [1], "on_error": "ignore"}, "on_error must be"),
+    ],
+)
+def test_arguments_of_map_that_are_wrong(
+    tiny_engine: Engine, arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        ask.map(tiny_engine, **arguments)
+    with pytest.raises(InvalidRequest, match=r"ask.run\(engine, ...\), not on str"):
+        ask.run("engine", 1)
+
+
+def traced(tiny_engine: Engine) -> Run:
+    def work(s: State) -> None:
+        s += TEXT
+        s.gen("answer", **GREEDY)
+        s.select("colour", [" red", " blue"])
+        with s.fork(2) as kids:
+            kids.gen("kid", **GREEDY)
+
+    return run(tiny_engine, work)
+
+
+def test_the_trace_as_a_tree(tiny_engine: Engine) -> None:
+    done = traced(tiny_engine)
+    head, *lines = str(done.trace).splitlines()
+    usage = done.usage
+    assert (
+        head
+        == f"work: {usage.prompt_tokens} tokens in, {usage.cached_tokens} cached, {usage.completion_tokens} out"
+    )
+    assert [line.split("]")[0].strip() + "] " + line.split()[1] for line in lines] == [
+        "[0] text", "[0] gen", "[0] select", "[0] fork", "[0.0] gen", "[0.1] gen",
+    ]  # fmt: skip
+    assert lines[1].split()[2:9] == ["answer", "44", "in", "0", "cached", "8", "out"]
+    assert lines[4].startswith("    [0.0] gen kid")
+    assert done.trace.steps[1].line.startswith("test_program_runs.py:")
+
+
+def test_the_trace_for_chrome_and_perfetto(tiny_engine: Engine, tmp_path: Path) -> None:
+    trace = traced(tiny_engine).trace
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [each["args"]["name"] for each in events if each["ph"] == "M"] == [
+        "state 0",
+        "state 0.0",
+        "state 0.1",
+    ]
+    spans = [each for each in events if each["ph"] == "X"]
+    assert [each["name"] for each in spans][:3] == ["text", "gen answer", "select colour"]
+    assert spans[1]["args"].items() >= {"in": 44, "cached": 0, "out": 8}.items()
+    assert all(each["dur"] >= 0 and each["ts"] >= 0 for each in spans)
+
+
+def test_a_step_that_fails_says_so(tiny_engine: Engine) -> None:
+    @program
+    def fails(s: State) -> None:
+        s += TEXT
+        s.gen("x", regex="(")
+
+    [failed] = fails.map(tiny_engine, [()])
+    assert failed.trace.steps[-1].error == "GrammarError"
+    assert str(failed.trace).endswith("GrammarError")
