@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         PromptTooLong,
         QueueFull,
         StepFailed,
+        ToolFailed,
         UnknownCapture,
     )
     from phloem.runtime.grammar import Grammar
@@ -63,6 +64,7 @@ __all__ = [
     "Score",
     "StepFailed",
     "TokenLogprob",
+    "ToolFailed",
     "UnknownCapture",
     "Usage",
 ]

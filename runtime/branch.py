@@ -6,7 +6,7 @@ import asyncio
 import threading
 import weakref
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,7 +126,7 @@ class Branch:
         sink = AsyncSink()
         return await AsyncGeneration(sink, self._start(sink, params)).result()
 
-    async def astream(self, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    async def astream(self, params: SamplingParams | None = None) -> AsyncGenerator[Chunk, None]:
         """Do as `stream`, for an event loop. Closing the iterator aborts."""
         sink = AsyncSink()
         async with AsyncGeneration(sink, self._start(sink, params)) as generation:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from phloem.radix import Explanation, Namespace
 from phloem.runtime.assembly import Assembler, Toolkit, fused_ops, warn_if_not_exact
@@ -28,6 +28,9 @@ from phloem.runtime.progress import track
 from phloem.runtime.prompts import Prompt, as_prompts, encode
 from phloem.runtime.request import Cohort
 from phloem.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from phloem.runtime.frontend.session import Session, Toolbox
 
 AnySink = TypeVar("AnySink", QueueSink, AsyncSink)
 Handle = TypeVar("Handle", Generation, AsyncGeneration)
@@ -150,7 +153,7 @@ class Engine:
         *,
         namespace: Namespace | None = None,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Do as `stream`, for an event loop. Closing the iterator aborts the request."""
         job = self._job(prompt, params, namespace, timeout_s)
         _require_single(job.params)
@@ -174,6 +177,30 @@ class Engine:
             InvalidRequest: The description is not one of these.
         """
         return branch_from_dict(self._core, state)
+
+    def session(
+        self,
+        *,
+        system: str | None = None,
+        tools: Toolbox | Sequence[Callable[..., Any]] = (),
+        pin_ttl: float | None = None,
+        **options: Any,
+    ) -> Session:
+        """Open a chat session, whose next turn computes its new words only.
+
+        Args:
+            system: The system message.
+            tools: Python functions that the model may call, or a `Toolbox`.
+            pin_ttl: Keep the conversation from eviction for so many seconds after its last use.
+            options: More fields of `phloem.runtime.frontend.session.SessionConfig`.
+
+        Raises:
+            InvalidRequest: An option is wrong, or the model's chat template does not take it.
+        """
+        # The one step up the floors: a door to the frontend, which a user looks for here.
+        from phloem.runtime.frontend.session import Session, SessionConfig
+
+        return Session(self, SessionConfig(system=system, tools=tools, pin_ttl=pin_ttl, **options))
 
     def expand_many(
         self, branches: Sequence[Branch], n: int, params: SamplingParams | None = None

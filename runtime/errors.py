@@ -18,6 +18,7 @@
     │   ├── UnknownCapture   (also KeyError) a name under which nothing was captured
     │   └── IncompleteOutput                 constrained output that was cut off; carries its beginning
     ├── EngineClosed                         a call on an engine after `close()`, or cut off by it
+    ├── ToolFailed                           a Python function that a session's model called has raised
     └── Cancelled                            a request ended by its caller; carries what was made so far
 
 What is wrong with the input is a ``ValueError`` too, so callers need not import this module to catch it. Each
@@ -92,6 +93,17 @@ class Cancelled(PhloemError):
     def __init__(self, message: str, *, partial: object = None) -> None:
         super().__init__(message)
         self.partial = partial
+
+
+class ToolFailed(PhloemError):
+    """A tool raised; its error is the cause of this one, and the message says where. The turn that called it has not been."""
+
+    call: object
+    """Which tool, with which arguments."""
+
+    def __init__(self, message: str, *, call: object = None) -> None:
+        super().__init__(message)
+        self.call = call
 
 
 class StepFailed(PhloemError):

@@ -49,10 +49,17 @@ ALLOWED = {
                                         "phloem.runtime.grammar", "phloem.runtime.outputs",
                                         "phloem.runtime.sampling_params", "phloem.runtime.progress",
                                         "phloem.runtime.frontend.program", "phloem.radix"),
+    "phloem.runtime.frontend.session": ("phloem.runtime.engine", "phloem.runtime.branch", "phloem.runtime.errors",
+                                        "phloem.runtime.explain", "phloem.runtime.generation",
+                                        "phloem.runtime.grammar", "phloem.runtime.outputs",
+                                        "phloem.runtime.sampling_params",
+                                        "phloem.runtime.frontend.session", "phloem.radix"),
     "phloem.runtime.cli": ("phloem.runtime", "phloem.radix", "phloem.kernels"),
 }  # fmt: skip
 ABOVE = ("phloem.runtime.cli", "phloem.runtime.server", "phloem.runtime.frontend")
 """Nothing below them imports these."""
+DOORS = {("phloem.runtime.engine", "phloem.runtime.frontend.session")}
+"""But for these: `Engine.session` opens a session, and imports it only then."""
 
 
 def modules() -> dict[str, Path]:
@@ -85,6 +92,8 @@ def test_imports_run_one_way() -> None:
         rule = max((prefix for prefix in ALLOWED if within(module, (prefix,))), key=len)
         for line, name in imports(path):
             if not within(name, ("phloem",)):
+                continue
+            if (module, name) in DOORS:
                 continue
             upward = within(name, ABOVE) and not within(module, ABOVE)
             if upward or not within(name, ALLOWED[rule]):
