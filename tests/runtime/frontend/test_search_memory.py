@@ -20,8 +20,10 @@ def test_a_search_that_does_not_fit_the_pool_finds_the_same(tiny_path: Path, max
                 found.append(shape(tree))
                 engine.check()
                 assert tree.ledger.nodes == 241
-                stats = engine.stats()
-                assert (stats.cache.evictions > 0) == (num_blocks == 32)
+                if num_blocks == 32 and max_blocks is None:
+                    assert engine.stats().cache.evictions > 0
+                elif num_blocks == 32:
+                    assert tree.holdings.num_blocks <= 28
             stats = engine.stats()
             assert stats.cache.locked == stats.cache.private - stats.kept_tails == 0
             engine.check()
