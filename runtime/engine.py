@@ -162,6 +162,21 @@ class Engine:
             async for chunk in generation:
                 yield chunk
 
+    async def asubmit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        namespace: Namespace | None = None,
+        timeout_s: float | None = None,
+    ) -> list[AsyncGeneration]:
+        """Start as `agenerate` does, and return the generations under way, n for each prompt.
+
+        Encoding and compiling, which can take a while, happen in a thread of their own.
+        """
+        jobs = await asyncio.to_thread(self._jobs, prompts, params, namespace, timeout_s)
+        return self._start_all(jobs, AsyncSink, AsyncGeneration)
+
     def branch(self, prompt: Prompt, *, namespace: Namespace | None = None) -> Branch:
         """Return a live handle on a path; nothing is computed until it is used.
 
@@ -255,6 +270,11 @@ class Engine:
     def clear_cache(self) -> None:
         """Forget every cached prefix. Requests under way keep what they use until they end."""
         self._core.call(self._core.paths.clear).result()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or its thread has ended on an error of phloem's own."""
+        return self._core.loop.is_closed
 
     def close(self) -> None:
         """End what runs, with :class:`EngineClosed`, and the engine's thread. May be called twice."""

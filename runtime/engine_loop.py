@@ -121,6 +121,11 @@ class EngineLoop:
         self._post(lambda: _run_into(future, function))
         return future
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether commands are taken no more."""
+        return self._is_closed
+
     def close_soon(self) -> None:
         """Ask for the end of all requests and of the thread, without waiting. Safe in a finalizer."""
         with contextlib.suppress(EngineClosed):

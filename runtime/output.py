@@ -135,7 +135,16 @@ class OutputStream:
         completion: Completion | None = None,
     ) -> None:
         self._text.append(text)
-        self._sink.put(Chunk(text, token_ids, logprobs, completion))
+        usage = self._usage() if completion is None else completion.usage
+        self._sink.put(Chunk(text, token_ids, logprobs, completion, usage))
+
+    def _usage(self) -> Usage:
+        request = self.request
+        return Usage(
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=request.cached_tokens or 0,
+            completion_tokens=len(request.tokens) - request.num_prompt_tokens,
+        )
 
     def _complete(self, last_text: str) -> Completion:
         request = self.request
@@ -145,11 +154,7 @@ class OutputStream:
             text="".join(self._text) + last_text,
             token_ids=request.output_ids,
             finish_reason=self.finish_reason,
-            usage=Usage(
-                prompt_tokens=request.num_prompt_tokens,
-                cached_tokens=request.cached_tokens or 0,
-                completion_tokens=len(request.tokens) - request.num_prompt_tokens,
-            ),
+            usage=self._usage(),
             first_token_s=self._first_token_s,
             total_s=time.perf_counter() - self._submitted_s,
             explanation=request.explanation,

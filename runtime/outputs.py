@@ -82,6 +82,9 @@ class Chunk:
     completion: Completion | None = None
     """In the last chunk only."""
 
+    usage: Usage | None = None
+    """So far; None in chunks that no engine made."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:

@@ -32,7 +32,8 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 256
-    """Tokens to generate at most. None: as many as the context holds. The context limits it in any case."""
+    """Tokens to generate at most. None: as many as the context holds. The context limits it in any case. 0: compute the prompt,
+    which also gives its log-probabilities."""
 
     min_tokens: int = 0
     """No end-of-sequence token, stop id or stop string counts before so many tokens."""
@@ -90,7 +91,9 @@ class SamplingParams:
         self._check_counts()
         self._check_numbers()
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+            raise InvalidRequest(
+                f"ignore_eos must be True or False, not {self.ignore_eos!r}", field="ignore_eos"
+            )
         if self.grammar is not None:
             _require_grammar(self.grammar)
 
@@ -98,7 +101,7 @@ class SamplingParams:
         _whole("min_tokens", self.min_tokens, at_least=0)
         _whole("n", self.n, at_least=1, at_most=MAX_N)
         for name, least, most in (
-            ("max_tokens", 1, None),
+            ("max_tokens", 0, None),
             ("top_k", 1, None),
             ("seed", 0, MAX_SEED),
             ("logprobs", 0, MAX_LOGPROBS),
@@ -108,10 +111,14 @@ class SamplingParams:
                 _whole(name, getattr(self, name), at_least=least, at_most=most)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
+                field="min_tokens",
             )
         if self.prompt_logprobs is not None and self.n > 1:
-            raise InvalidRequest("prompt_logprobs are given for n=1; ask for them in a request of their own")
+            raise InvalidRequest(
+                "prompt_logprobs are given for n=1; ask for them in a request of their own",
+                field="prompt_logprobs",
+            )
 
     def _check_numbers(self) -> None:
         _real("temperature", self.temperature, 0.0, math.inf)
@@ -136,7 +143,7 @@ def _whole(name: str, value: object, *, at_least: int, at_most: int | None = Non
     good = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
     if not good or (at_most is not None and isinstance(value, int) and value > at_most):
         limit = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise InvalidRequest(f"{name} must be a whole number {limit}, not {value!r}")
+        raise InvalidRequest(f"{name} must be a whole number {limit}, not {value!r}", field=_field(name))
 
 
 def _real(name: str, value: object, least: float, most: float, *, above_least: bool = False) -> None:
@@ -145,7 +152,12 @@ def _real(name: str, value: object, least: float, most: float, *, above_least: b
     if not good or (above_least and value == least):
         bound = f"above {least:g}" if above_least else f"of at least {least:g}"
         limit = bound if most == math.inf else f"{bound} and at most {most:g}"
-        raise InvalidRequest(f"{name} must be a finite number {limit}, not {value!r}")
+        raise InvalidRequest(f"{name} must be a finite number {limit}, not {value!r}", field=_field(name))
+
+
+def _field(name: str) -> str:
+    """The parameter that a name in a message belongs to: "logit_bias[7]" is part of logit_bias."""
+    return name.partition("[")[0].partition(" ")[0]
 
 
 def _require_grammar(value: object) -> None:
@@ -153,13 +165,14 @@ def _require_grammar(value: object) -> None:
 
     if not isinstance(value, Grammar):
         raise InvalidRequest(
-            f"grammar must be a Grammar, such as Grammar.json_schema(...), not {type(value).__name__}"
+            f"grammar must be a Grammar, such as Grammar.json_schema(...), not {type(value).__name__}",
+            field="grammar",
         )
 
 
 def _bias(bias: object) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise InvalidRequest(f"logit_bias must map token ids to numbers, not {bias!r}")
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, not {bias!r}", field="logit_bias")
     for token_id, value in bias.items():
         _whole("logit_bias token id", token_id, at_least=0)
         _real(f"logit_bias[{token_id}]", value, -MAX_BIAS, MAX_BIAS)
@@ -169,14 +182,20 @@ def _bias(bias: object) -> dict[int, float]:
 def _strings(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else None
     if strings is None or any(not isinstance(string, str) or not string for string in strings):
-        raise InvalidRequest(f"stop must be a string or several, none of them empty, not {stop!r}")
+        raise InvalidRequest(
+            f"stop must be a string or several, none of them empty, not {stop!r}", field="stop"
+        )
     if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are taken")
+        raise InvalidRequest(
+            f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are taken", field="stop"
+        )
     return strings
 
 
 def _token_ids(ids: object) -> tuple[int, ...]:
     good = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes))
     if not good or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):  # type: ignore[attr-defined]
-        raise InvalidRequest(f"stop_token_ids must be token ids of 0 and more, not {ids!r}")
+        raise InvalidRequest(
+            f"stop_token_ids must be token ids of 0 and more, not {ids!r}", field="stop_token_ids"
+        )
     return tuple(ids)  # type: ignore[arg-type]

@@ -468,3 +468,42 @@ def test_a_machine_that_is_not_exact_is_told_so(
     caplog.clear()
     with Engine(tiny_path, num_blocks=8, deterministic=False):
         assert not caplog.records
+
+
+def test_no_tokens_to_generate_computes_the_prompt_and_scores_it(tiny_engine: Engine) -> None:
+    scored = one(tiny_engine, TEXT, SamplingParams(max_tokens=0, prompt_logprobs=2))
+    whole = one(tiny_engine, TEXT, SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0))
+    assert (scored.token_ids, scored.text, scored.finish_reason) == ([], "", "length")
+    assert scored.prompt_logprobs == whole.prompt_logprobs
+    assert scored.usage.prompt_tokens == whole.usage.prompt_tokens
+    again = one(tiny_engine, TEXT, SamplingParams(max_tokens=0))
+    assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
+    [left, right] = tiny_engine.generate([7], SamplingParams(max_tokens=0, n=2))
+    assert left.token_ids == right.token_ids == []
+
+
+def test_each_chunk_tells_the_usage_so_far(tiny_engine: Engine) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    one(tiny_engine, TEXT, params)
+    usages = [chunk.usage for chunk in tiny_engine.stream(TEXT, params)]
+    assert [usage.completion_tokens for usage in usages] == [1, 2, 3]
+    assert {usage.cached_tokens for usage in usages} == {usages[0].prompt_tokens - 1}
+
+
+def test_generations_are_started_from_an_event_loop_and_read_one_by_one(tiny_engine: Engine) -> None:
+    async def main() -> list[list[int]]:
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, n=2)
+        generations = await tiny_engine.asubmit([TEXT, ids(20)], params)
+        with pytest.raises(InvalidRequest):
+            await tiny_engine.asubmit(ids(20), SamplingParams(logit_bias={10**6: 1}))
+        return [(await generation.result()).token_ids for generation in generations]
+
+    first, second, third, fourth = asyncio.run(main())
+    assert first == second != third == fourth
+
+
+def test_an_engine_tells_that_it_was_closed(tiny_path: Path) -> None:
+    engine = Engine(tiny_path, num_blocks=4)
+    assert not engine.is_closed
+    engine.close()
+    assert engine.is_closed

@@ -8,7 +8,7 @@ from phloem.runtime import EngineConfig, InvalidRequest, SamplingParams
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", True),
+        ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", True),
         ("min_tokens", -1), ("min_tokens", math.nan),
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "hot"),
         ("top_k", 0), ("top_k", -1), ("top_k", 2.0),
