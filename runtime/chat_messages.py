@@ -36,7 +36,7 @@ class SpecialTextGuard:
 
     def hide(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages with a mark in place of each spelling, be it in the content, the role or deeper."""
-        return [self._hidden(message) for message in messages]
+        return [self._hidden(message) for message in messages] if self.found else messages
 
     def reveal(self, text: str) -> str:
         """Put the spellings back."""

@@ -65,6 +65,25 @@ def test_chat_keeps_the_conversation_and_says_what_was_cached(tiny_path: Path) -
     assert "hit_tokens" in output
 
 
+def test_chat_takes_back_a_turn(tiny_path: Path) -> None:
+    output = run(
+        "chat", "--model", str(tiny_path), "--max-tokens", "20", feed="/undo\nhello\n/undo\nhello\n/quit\n"
+    )
+    first, again = (
+        [int(number) for number in line]
+        for line in re.findall(r"(\d+) tokens of prompt, (\d+) from the cache", output)
+    )
+    assert again[0] == first[0]
+    assert again[1] == again[0] - 1
+
+
+def test_chat_says_what_leaves_a_full_context(tiny_path: Path) -> None:
+    feed = "".join(f"{letter * 1500}\n" for letter in "abcd")
+    output = run("chat", "--model", str(tiny_path), "--max-tokens", "5", feed=feed)
+    assert "The context is full: 2 turns were left out" in output
+    assert output.count("from the cache") == 4
+
+
 def test_chat_ends_with_its_input_and_survives_a_turn_that_is_too_long(tiny_path: Path) -> None:
     output = run("chat", "--model", str(tiny_path), "--max-tokens", "5", feed=f"{'x' * 5000}\nshort\n")
     assert "the context is 4096" in output

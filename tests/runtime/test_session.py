@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tiny_model import BOS_ID, IM_END_ID, IM_START_ID
 from phloem.radix import Namespace
 from phloem.runtime import BranchReleased, Cancelled, Engine, InvalidRequest, PromptTooLong, SamplingParams
 from phloem.runtime.frontend.session import Session
+from phloem.runtime.generation import QueueSink
 
 SAMPLED = SamplingParams(temperature=1, seed=5, max_tokens=20, ignore_eos=True)
 MAY_END = SamplingParams(temperature=1, seed=2, max_tokens=60, logit_bias={IM_END_ID: 5.0})
@@ -222,10 +224,10 @@ def test_a_stream_that_is_left_has_not_been(session: Session) -> None:
     session.say("hello")
     ids, turns = session.token_ids, session.turns
     with session.say("more", stream=True) as stream:
-        next(iter(stream))
+        next(stream)
     assert (session.token_ids, session.turns) == (ids, turns)
     stream = session.say("more", stream=True)
-    next(iter(stream))
+    next(stream)
     del stream
     gc.collect()
     assert (session.token_ids, session.turns) == (ids, turns)
@@ -234,7 +236,7 @@ def test_a_stream_that_is_left_has_not_been(session: Session) -> None:
 
 def test_an_abort_keeps_what_there_is(session: Session) -> None:
     stream = session.say("hello", stream=True, params=SamplingParams(max_tokens=500, ignore_eos=True, seed=1))
-    pieces = [next(iter(stream))]
+    pieces = [next(stream)]
     stream.abort()
     pieces += stream
     assert stream.turn.finish_reason == "abort"
@@ -243,10 +245,24 @@ def test_an_abort_keeps_what_there_is(session: Session) -> None:
     assert session.say("and").usage.cached_tokens == len(ids) - 1
 
 
+def test_a_keyboard_interrupt_can_be_gone_on_from(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = session.say("hello", stream=True, params=SamplingParams(max_tokens=500, ignore_eos=True, seed=1))
+    pieces = [next(stream)]
+    get = QueueSink.get
+    monkeypatch.setattr(QueueSink, "get", lambda sink: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    monkeypatch.setattr(QueueSink, "get", get)
+    stream.abort()
+    pieces += stream
+    assert "".join(pieces) == session.turns[0].text
+    assert stream.turn.finish_reason == "abort"
+
+
 def test_one_turn_at_a_time(session: Session) -> None:
     session.say("hello")
     with session.say("more", stream=True) as stream:
-        next(iter(stream))
+        next(stream)
         for action in (lambda: session.say("no"), lambda: session.rewind(0)):
             with pytest.raises(InvalidRequest, match="under way"):
                 action()
@@ -359,7 +375,7 @@ def test_after_close_a_session_says_so(session: Session) -> None:
 def test_closing_amid_a_turn_leaves_nothing_behind(tiny_engine: Engine) -> None:
     session = tiny_engine.session(params=SAMPLED)
     stream = session.say("hello", stream=True)
-    next(iter(stream))
+    next(stream)
     session.close()
     with pytest.raises(BranchReleased):
         stream.result()

@@ -308,6 +308,29 @@ def test_an_aborted_turn_calls_nothing(tiny_engine: Engine) -> None:
         assert "".join(pieces) == stream.turn.text
 
 
+def test_a_tool_that_is_interrupted_is_not_called_again(tiny_engine: Engine) -> None:
+    called = []
+
+    def wait(x: bool) -> str:
+        """Wait for the user.
+
+        Args:
+            x: Nothing.
+        """
+        called.append(x)
+        raise KeyboardInterrupt
+
+    with tiny_engine.session(tools=[wait], params=always(written("wait", {"x": True}))) as session:
+        stream = session.say("hello", stream=True)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+        stream.abort()
+        list(stream)
+        assert called == [True]
+        assert [result.content for result in stream.turn.tool_results] == ["not called: the turn was aborted"]
+        assert session.turns == (stream.turn,)
+
+
 def test_tool_calls_survive_saving(tiny_engine: Engine, session: Session) -> None:
     session.say("what is 1 + 2?", tool_choice="required")
     with Session.from_dict(tiny_engine, session.to_dict(), tools=[colour], params=FORCED) as loaded:

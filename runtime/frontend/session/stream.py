@@ -22,25 +22,38 @@ class TurnStream:
     """Iterate over the text that the model writes, tool calls included; then `turn` is there.
 
     Nothing happens before the first piece is asked for. Leaving the `with` block, or losing the last reference, before the end
-    undoes the turn: the session is what it was.
+    undoes the turn: the session is what it was. After a keyboard interrupt, `abort` and iterate on to keep what there is.
     """
 
     def __init__(self, steps: Steps, toolbox: Toolbox, aborted: Event) -> None:
         self._steps = steps
         self._toolbox = toolbox
         self._aborted = aborted
+        self._waits_for: Ask | ToolCall | None = None
         self._generation: Generation | None = None
         self._turn: Turn | None = None
-        self._pieces = self._run()
+        self._is_closed = False
 
     def __iter__(self) -> Iterator[str]:
-        return self._pieces
+        return self
+
+    def __next__(self) -> str:
+        try:
+            while not self._is_closed:
+                if piece := self._go_on():
+                    return piece
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            self.close()
+            raise
+        raise StopIteration
 
     def __enter__(self) -> TurnStream:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pieces.close()
+        self.close()
 
     @property
     def turn(self) -> Turn:
@@ -59,8 +72,9 @@ class TurnStream:
         Raises:
             PhloemError: The turn failed; the session is what it was.
         """
-        for _ in self._pieces:
-            pass
+        with self:
+            for _ in self:
+                pass
         return self.turn
 
     def abort(self) -> None:
@@ -69,28 +83,43 @@ class TurnStream:
         if self._generation is not None:
             self._generation.abort()
 
-    def _run(self) -> Generator[str, None, None]:
-        try:
-            command = _advance(self._steps, None)
-            while not isinstance(command, Turn):
-                if isinstance(command, Ask):
-                    outcome: Completion | ToolResult = yield from self._answer(command)
-                else:
-                    outcome = self._toolbox.run(command)
-                command = _advance(self._steps, outcome)
-            self._turn = command
-        finally:
-            self._steps.close()
+    def close(self) -> None:
+        """Undo the turn, unless it has ended."""
+        self._is_closed = True
+        if self._generation is not None:
+            self._generation.abort()
+        self._steps.close()
 
-    def _answer(self, ask: Ask) -> Generator[str, None, Completion]:
-        with ask.branch.stream(ask.params) as generation:
-            self._generation = generation
+    def _go_on(self) -> str:
+        """Do one thing; return the text that it gave, which may be none."""
+        if self._generation is not None:
+            # A fresh iterator each time: one that an interrupt left would have ended.
+            chunk = next(iter(self._generation))
+            if chunk.completion is not None:
+                self._generation = None
+                self._advance(chunk.completion)
+            return chunk.text
+        if isinstance(self._waits_for, Ask):
+            self._generation = self._waits_for.branch.stream(self._waits_for.params)
             if self._aborted.is_set():
-                generation.abort()
-            for chunk in generation:
-                if chunk.text:
-                    yield chunk.text
-        return generation.result()
+                self._generation.abort()
+        elif isinstance(self._waits_for, ToolCall):
+            self._advance(self._result(self._waits_for))
+        else:
+            self._advance(None)
+        return ""
+
+    def _result(self, call: ToolCall) -> ToolResult:
+        if self._aborted.is_set():
+            return ToolResult(call, "not called: the turn was aborted", is_error=True)
+        return self._toolbox.run(call)
+
+    def _advance(self, outcome: Completion | ToolResult | None) -> None:
+        found = _advance(self._steps, outcome)
+        if isinstance(found, Turn):
+            self._turn, self._is_closed = found, True
+        else:
+            self._waits_for = found
 
 
 class AsyncTurnStream:
@@ -155,8 +184,9 @@ def _advance(steps: Steps, outcome: Completion | ToolResult | None) -> Ask | Too
     try:
         return next(steps) if outcome is None else steps.send(outcome)
     except StopIteration as end:
-        turn: Turn = end.value
-        return turn
+        if not isinstance(end.value, Turn):
+            raise Cancelled("the turn was interrupted, and has not been") from None
+        return end.value
 
 
 async def _in_thread(function: Callable[..., Value], *arguments: object) -> Value:
