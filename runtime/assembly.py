@@ -15,6 +15,7 @@ from phloem.kernels.device_copy import on_device
 from phloem.kernels.flashinfer import FlashInferBackend
 from phloem.kernels.flashinfer_library import FlashInferLibrary, load_flashinfer
 from phloem.kernels.flashinfer_options import FlashInferOptions
+from phloem.kernels.flashinfer_rows import CascadeGate
 from phloem.kernels.fused_ops import FusedOps, flashinfer_ops, torch_ops
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanRow
@@ -112,7 +113,11 @@ class Assembler:
         if self.placement.backend != "flashinfer":
             return make_backend(self.placement.backend, spec, store, num_threads=self.config.num_threads)
         assert self.toolkit is not None
-        options = FlashInferOptions(q_dtype=self.placement.dtype, deterministic=self.placement.deterministic)
+        options = FlashInferOptions(
+            q_dtype=self.placement.dtype,
+            deterministic=self.placement.deterministic,
+            cascade=CascadeGate() if self.config.cascades else None,
+        )
         return FlashInferBackend(spec, store, options=options, library=self.toolkit.library)
 
     def _forward(self, attention: AttentionBackend, *, max_len: int) -> Forward:

@@ -78,6 +78,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     """On a GPU, run decode steps as captured graphs."""
 
+    cascades: bool = True
+    """On a GPU, read a long prefix that many rows of a step share once, not once per row. Not with `deterministic`."""
+
     num_threads: int | None = None
     """Threads for tensor work. None: what torch chooses (OMP_NUM_THREADS is respected)."""
 
@@ -97,7 +100,7 @@ class EngineConfig:
         for name in _COUNTS:
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
-        for name in ("prefix_cache", "cuda_graphs", "deterministic"):
+        for name in ("prefix_cache", "cuda_graphs", "cascades", "deterministic"):
             value = getattr(self, name)
             is_right = isinstance(value, bool) or (name == "deterministic" and value is None)
             _require(is_right, f"{name} must be True or False, not {value!r}")

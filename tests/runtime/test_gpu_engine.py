@@ -1,22 +1,41 @@
 """The engine as it runs on a GPU, over an emulated FlashInfer: graphs, cascades, determinism. No GPU needed."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from emulated_gpu import EmulatedEngine, emulated_gpu
+from emulated_gpu import EmulatedEngine, emulated_gpu, emulated_rig
+from gpu_engine_checks import (
+    FAMILY,
+    GREEDY,
+    STRANGERS,
+    assert_same_up_to_ties,
+    check_branches,
+    check_crowd,
+    check_greedy_tokens_are_the_cpus,
+    check_switches_change_no_token,
+    check_warm_equals_cold,
+    on_cpu,
+    run_programs,
+)
+from programs import Limits
+from stepped_engine import Lab
 from tiny_model import make_tiny_model
 
-from phloem.runtime import Completion, Engine, SamplingParams
+from phloem.runtime import Engine, SamplingParams
 from phloem.runtime.step_forward import bucket_sizes
 
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
-NEAR_TIE = 0.4
-"""In the logarithm: two steps of bfloat16 at the size of these logits."""
-PREFIX = [(7 * i) % 256 for i in range(300)]
-FAMILY = [[*PREFIX, child, 3 * child, 5] for child in range(1, 13)]
-STRANGERS = [list(range(first, first + 20 + 3 * first)) for first in range(12)]
+
+@contextmanager
+def like_a_gpu(path: Path, *, cuda_graphs: bool = True, **options: Any) -> Iterator[Engine]:
+    """Takes the settings of an engine. Deterministic ones cope with arithmetic that depends on tiles, splits and company."""
+    noise = options.get("deterministic") is True
+    with emulated_gpu(path, graphs=cuda_graphs, noise=noise, **options) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -25,21 +44,6 @@ def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(
         tmp_path_factory.mktemp("models") / "gpu", hidden=192, num_q_heads=6, num_kv_heads=2, head_dim=64
     )
-
-
-def on_cpu(path: Path, prompts: list[list[int]]) -> list[Completion]:
-    with Engine(path, device="cpu", dtype="bfloat16", num_blocks=256) as engine:
-        return engine.generate(prompts, GREEDY)
-
-
-def assert_same_up_to_ties(given: list[Completion], wanted: list[Completion]) -> None:
-    """Every token equal, or the first that is not a close call."""
-    for ours, theirs in zip(given, wanted, strict=True):
-        for index, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True)):
-            if a != b:
-                (_, best), (_, second) = theirs.logprobs[index].top
-                assert best - second < NEAR_TIE, f"token {index} is {a}, not {b}"
-                break
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
@@ -52,12 +56,15 @@ def test_the_tokens_are_those_of_the_cpu_backend(gpu_model: Path, graphs: bool) 
     assert runs["prefill"] > 0
 
 
-def test_graphs_change_no_token(gpu_model: Path) -> None:
-    found = []
-    for graphs in (True, False):
-        with emulated_gpu(gpu_model, graphs=graphs, max_running=7) as engine:
-            found.append([done.token_ids for done in engine.generate(STRANGERS, GREEDY)])
-    assert found[0] == found[1]
+@pytest.mark.parametrize(("name", "prompts"), [("cuda_graphs", STRANGERS), ("cascades", FAMILY)])
+def test_switches_change_no_token(gpu_model: Path, name: str, prompts: list[list[int]]) -> None:
+    check_switches_change_no_token(like_a_gpu, gpu_model, prompts, name)
+
+
+def test_without_cascades_nothing_is_merged(gpu_model: Path) -> None:
+    with emulated_gpu(gpu_model, cascades=False) as engine:
+        engine.generate(FAMILY, GREEDY)
+        assert "merge" not in engine.emulation.runs
 
 
 def test_a_family_decodes_over_its_prefix_once(gpu_model: Path) -> None:
@@ -68,40 +75,28 @@ def test_a_family_decodes_over_its_prefix_once(gpu_model: Path) -> None:
     assert_same_up_to_ties(done, on_cpu(gpu_model, FAMILY))
 
 
+def test_greedy_tokens_are_the_cpus(gpu_model: Path) -> None:
+    check_greedy_tokens_are_the_cpus(like_a_gpu, gpu_model)
+
+
 def test_b31_warm_equals_cold_in_deterministic_mode_bit_for_bit(gpu_model: Path) -> None:
-    """Although the emulated arithmetic depends on tiles, splits and company, as FlashInfer's does."""
-    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3)
-    prompts = [*FAMILY[:4], *STRANGERS[:4]]
-    with emulated_gpu(gpu_model, deterministic=True, noise=True, max_step_tokens=50) as engine:
-        engine.generate(FAMILY[0][:123], params)
-        warm = engine.generate(prompts, params)
-        assert sum(each.usage.cached_tokens for each in warm) > 900
-    for prompt, together in zip(prompts, warm, strict=True):
-        with emulated_gpu(
-            gpu_model, deterministic=True, noise=True, graphs=False, prefix_cache=False
-        ) as engine:
-            [alone] = engine.generate(prompt, params)
-        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
+    check_warm_equals_cold(like_a_gpu, gpu_model)
+
+
+def test_b31_random_programs_in_deterministic_mode(gpu_model: Path) -> None:
+    lab = Lab(gpu_model, dtype=torch.bfloat16, num_threads=1, rig=emulated_rig())
+    report = run_programs(lab, Limits(longest=60, num_actions=20), seconds=0, at_least=4)
+    assert report.cached_tokens > 200
+    assert report.compared > 20
+    assert min(report.scores, report.shared_tails, report.rows_copied, report.aborts) > 0
+
+
+def test_a_crowd_on_a_small_pool_gets_what_each_gets_alone(gpu_model: Path) -> None:
+    assert check_crowd(like_a_gpu, gpu_model, seconds=4, num_threads=3) > 3
 
 
 def test_branches_score_fork_and_expand(gpu_model: Path) -> None:
-    with (
-        emulated_gpu(gpu_model) as engine,
-        Engine(gpu_model, device="cpu", dtype="bfloat16", num_blocks=256) as cpu,
-        engine.branch(PREFIX) as root,
-        cpu.branch(PREFIX) as expected,
-    ):
-        continuations = [[1, 2, 3], [4], [200, 7]]
-        for ours, theirs in zip(root.score(continuations), expected.score(continuations), strict=True):
-            assert ours.total == pytest.approx(theirs.total, rel=0.02)
-        kids = root.expand(3, SamplingParams(max_tokens=5, seed=1, ignore_eos=True))
-        assert [kid.completion.usage.cached_tokens for kid in kids[1:]] == [299, 299]
-        again = root.expand(3, SamplingParams(max_tokens=5, seed=1, ignore_eos=True))
-        assert [kid.token_ids for kid in kids] == [kid.token_ids for kid in again]
-        [fork] = kids[0].fork()
-        assert fork.generate(GREEDY).usage.cached_tokens >= 303
-        for branch in (*kids, *again, fork):
-            branch.release()
+    check_branches(like_a_gpu, gpu_model)
 
 
 def test_a_pool_that_is_too_small_for_all_preempts_and_loses_nothing(gpu_model: Path) -> None:

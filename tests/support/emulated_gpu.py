@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from flashinfer_emulator import Emulation
+from stepped_engine import GpuRig
 
 from phloem.kernels.fused_ops import flashinfer_ops
 from phloem.kernels.plan import AttentionPlan
@@ -59,6 +60,30 @@ class EmulatedEngine(Engine):
         self.padding_block = runner.store.num_blocks - 1
 
 
+def emulated_placement(config: EngineConfig) -> Placement:
+    """What `place` decides on a GPU, but for the device."""
+    return Placement(
+        torch.device("cpu"),
+        "flashinfer",
+        torch.bfloat16,
+        torch.bfloat16,
+        config.deterministic is True,
+        config.max_running or 16,
+        config.max_step_tokens or 512,
+        uses_graphs=config.cuda_graphs,
+    )
+
+
+def emulated_rig() -> GpuRig:
+    """For engines that are stepped. Its arithmetic depends on tiles, splits and company, as FlashInfer's does."""
+    emulation = Emulation(noise=True)
+    return GpuRig(
+        Toolkit(emulation.library(), RunAgain),
+        place=lambda config, model: emulated_placement(config),
+        watch=lambda forward: CountingForward(forward, emulation, []),
+    )
+
+
 @contextmanager
 def emulated_gpu(
     path: Path,
@@ -78,13 +103,10 @@ def emulated_gpu(
     toolkit = Toolkit(emulation.library(), RunAgain)
     ops = flashinfer_ops(toolkit.library) if fused else None
     loaded = load_model(path, dtype=torch.bfloat16, deterministic=deterministic, ops=ops)
-    config = EngineConfig(**{"num_blocks": 128, "max_running": 16, "max_step_tokens": 512, **options})
-    assert config.max_running is not None
-    assert config.max_step_tokens is not None
-    placement = Placement(
-        torch.device("cpu"), "flashinfer", torch.bfloat16, torch.bfloat16, deterministic,
-        config.max_running, config.max_step_tokens, uses_graphs=graphs,
-    )  # fmt: skip
+    config = EngineConfig(
+        **{"num_blocks": 128, "deterministic": deterministic, "cuda_graphs": graphs, **options}
+    )
+    placement = emulated_placement(config)
     with (
         # On a GPU all rows are drawn together; the emulated one's logits are on the CPU.
         patch.object(model_runner, "sample", lambda logits, rows: sample_on_device(logits, rows).tolist()),

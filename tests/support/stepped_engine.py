@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,17 +14,19 @@ import torch
 
 from phloem.radix import Namespace
 from phloem.runtime import Engine, EngineConfig
-from phloem.runtime.assembly import Assembler
+from phloem.runtime.assembly import Assembler, Toolkit, fused_ops
 from phloem.runtime.batch import Batch, Row, RowCopy
 from phloem.runtime.engine_core import EngineCore
 from phloem.runtime.engine_loop import EngineLoop
 from phloem.runtime.grammar import GrammarCompiler
 from phloem.runtime.model_runner import ModelRunner, RowResult
+from phloem.runtime.models.config import ModelConfig, read_model_config
 from phloem.runtime.models.decoder import Decoder
 from phloem.runtime.models.loading import load_model
 from phloem.runtime.outputs import TokenLogprob
-from phloem.runtime.placement import place
+from phloem.runtime.placement import Placement, place
 from phloem.runtime.request import Request
+from phloem.runtime.step_forward import Forward
 
 ENDLESS = sys.maxsize
 
@@ -156,22 +158,44 @@ class SteppedEngine(Engine):
         self.loop.allow(0).result()
 
 
-class Lab:
-    """One loaded model, on which engines are built."""
+@dataclass(slots=True)
+class GpuRig:
+    """What engines run on that compute as on a GPU, in deterministic mode."""
 
-    def __init__(self, path: Path, *, dtype: torch.dtype, num_threads: int) -> None:
-        self.loaded = load_model(path, dtype=dtype)
+    toolkit: Toolkit
+    place: Callable[[EngineConfig, ModelConfig], Placement] = place
+    watch: Callable[[Forward], Forward] = lambda forward: forward
+    """What stands between the runner and the steps' computation."""
+
+
+class Lab:
+    """One loaded model, on which engines are built: on the CPU, or with a rig."""
+
+    def __init__(
+        self, path: Path, *, dtype: torch.dtype, num_threads: int, rig: GpuRig | None = None
+    ) -> None:
+        self.options: dict[str, Any] = {"device": "cpu" if rig is None else "cuda", "deterministic": True}
+        self.options |= {"dtype": str(dtype).removeprefix("torch."), "num_threads": num_threads}
+        self.place = place if rig is None else rig.place
+        self.rig = rig
+        placement = self.place(EngineConfig(**self.options), read_model_config(path))
+        ops = fused_ops(rig.toolkit if rig else None)
+        self.loaded = load_model(path, dtype=dtype, device=placement.device, ops=ops)
         self.grammars = GrammarCompiler(self.loaded.tokenizer, self.loaded.config.vocab_size)
         self.num_threads = num_threads
 
     def engine(self, **options: Any) -> SteppedEngine:
         """Make an engine whose KV memory holds NaN wherever nothing was written: one read of that shows in all that follows."""
-        dtype = str(self.loaded.dtype).removeprefix("torch.")
-        config = EngineConfig(device="cpu", dtype=dtype, num_threads=self.num_threads, **options)
-        parts = Assembler(self.loaded, config, place(config, self.loaded.config))
+        config = EngineConfig(**self.options, **options)
+        toolkit = self.rig.toolkit if self.rig else None
+        parts = Assembler(self.loaded, config, self.place(config, self.loaded.config), toolkit)
         store = parts.store()
         store.data.fill_(torch.nan)
-        runner = RecordingRunner(parts.runner(store, max_len=store.num_blocks * store.block_size))
+        longest = parts.num_pool_blocks(store) * store.block_size
+        inner = parts.runner(store, max_len=longest)
+        if self.rig is not None:
+            inner.forward = self.rig.watch(inner.forward)
+        runner = RecordingRunner(inner)
         loop = SteppedLoop(
             parts.scheduler(store), runner, self.loaded.tokenizer, num_threads=self.num_threads
         )
@@ -180,7 +204,7 @@ class Lab:
             tokenizer=self.loaded.tokenizer,
             loop=loop,
             identity=Namespace(model=self.loaded.fingerprint),
-            max_model_len=min(config.max_model_len or sys.maxsize, store.num_blocks * store.block_size),
+            max_model_len=min(config.max_model_len or sys.maxsize, longest),
             grammars=self.grammars,
             length_advice="the limit is {limit}{room}",
         )
