@@ -128,6 +128,23 @@ def bench_branch(
     run_bench_branch(model, Console(), rounds=rounds, json_path=json_path)
 
 
+@bench_app.command("gpu")
+def bench_gpu(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="What decodes. Default: random weights in the shape of a Llama of 1B."
+        ),
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Attention, decode, prefill and shared prefixes, beside the card's own rates. Exit code 2: there is no GPU."""
+    from phloem.runtime.cli.bench_gpu import run_bench_gpu
+
+    if not run_bench_gpu(model, Console(), json_path=json_path):
+        raise typer.Exit(2)
+
+
 @bench_app.command("replay")
 def bench_replay(
     log: Annotated[Path, typer.Argument(help="A search log of tree-of-thought-llm, as JSON.")],
