@@ -202,7 +202,9 @@ class EngineCore:
         Raises:
             GrammarError: The grammar is unsound, unsupported, or nothing satisfies it.
         """
-        return None if params.grammar is None else self.grammars.compile(params.grammar)
+        if params.grammar is None and not params.heal:
+            return None
+        return self.grammars.compile(params.grammar, after=params.heal)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request.

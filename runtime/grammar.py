@@ -31,7 +31,8 @@ import numpy as np
 import torch
 
 from phloem.runtime.errors import GrammarError
-from phloem.runtime.grammar_check import explain, json_grammar, refuse_endless
+from phloem.runtime.grammar_check import explain, refuse_endless
+from phloem.runtime.grammar_source import source, source_after
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from phloem.runtime.tokenizer import Tokenizer
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
-
-_REGEX_META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,56 +169,64 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._max_cached = max_cached
         self._vocabulary: _Vocabulary | None = None
-        self._compiled: OrderedDict[Grammar, Constraint] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Grammar | None, str], Constraint] = OrderedDict()
         self._vocabulary_lock = Lock()
         self._compiled_lock = Lock()
 
-    def compile(self, grammar: Grammar) -> Constraint:
+    def compile(self, grammar: Grammar | None, *, after: str = "") -> Constraint:
         """Return a constraint that stands at the grammar's beginning; some microseconds when it is cached.
+
+        Args:
+            grammar: None: anything may come, after `after`.
+            after: A text that comes before what the grammar describes, in tokens that may reach into it.
 
         Raises:
             GrammarError: The grammar is wrong, uses what is not supported, or no text can satisfy it. The
                 message names the place (a JSON pointer, a position in the pattern, line and column) and a way
                 out.
         """
-        if not isinstance(grammar, Grammar):
+        if not isinstance(grammar, Grammar) and not (grammar is None and after):
             raise GrammarError(
                 f"a grammar must be a Grammar, not {type(grammar).__name__}; "
                 "see Grammar.json_schema and its siblings",
                 field="grammar",
             )
         with self._compiled_lock:
-            if (known := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
+            if (known := self._compiled.get((grammar, after))) is not None:
+                self._compiled.move_to_end((grammar, after))
                 return known.fork()
-        compiled = self._build(grammar)
+        if grammar is not None and after:
+            self.compile(grammar)  # finds what is wrong with it, and names the place in it
+        compiled = self._build(grammar, after)
         with self._compiled_lock:
-            self._compiled[grammar] = compiled
+            self._compiled[grammar, after] = compiled
             while len(self._compiled) > self._max_cached:
                 self._compiled.popitem(last=False)
             return compiled.fork()
 
-    def _build(self, grammar: Grammar) -> Constraint:
+    def _build(self, grammar: Grammar | None, after: str) -> Constraint:
         from llguidance import LLMatcher, LLParserLimits
 
         vocabulary = self._get_vocabulary()
         # verbose errors would put the parser's whole state, user text included, into messages
         matcher = LLMatcher(
             vocabulary.parser_tokenizer,
-            _source(grammar),
+            source_after(after, grammar) if grammar is None or after else source(grammar),
             log_level=0,
             limits=LLParserLimits(verbose_errors=False),
         )
         if matcher.is_error():
-            raise explain(grammar.kind, grammar.text, matcher.get_error())
+            known = grammar or Grammar.regex(re.escape(after))
+            raise explain(known.kind, known.text, matcher.get_error())
         if warnings := matcher.get_grammar_warnings():
             # only a schema inside Lark that asks for it ("lenient") gets here: its output need not validate
             raise GrammarError(
                 f"the grammar would be followed in part only: {'; '.join(warnings)}", field="grammar"
             )
-        if grammar.kind == "json_schema":
+        if grammar is not None and grammar.kind == "json_schema":
             refuse_endless(json.loads(grammar.text))
-        constraint = Constraint(matcher, vocabulary)
+        bytes_to_free = len(after.encode()) if grammar is None else None
+        constraint = Constraint(matcher, vocabulary, bytes_to_free=bytes_to_free)
         constraint.mask()  # finds what matches nothing, and is shared by all forks
         return constraint
 
@@ -238,7 +245,7 @@ class Constraint:
     caches that lock themselves.
     """
 
-    __slots__ = ("_blocked", "_matcher", "_num_tokens", "_vocabulary")
+    __slots__ = ("_blocked", "_bytes_to_free", "_matcher", "_num_tokens", "_vocabulary")
 
     def __init__(
         self,
@@ -247,8 +254,13 @@ class Constraint:
         *,
         num_tokens: int = 0,
         blocked: torch.Tensor | None = None,
+        bytes_to_free: int | None = None,
     ) -> None:
-        """Take over a matcher; `GrammarCompiler.compile` and `fork` call this."""
+        """Take over a matcher; `GrammarCompiler.compile` and `fork` call this.
+
+        With `bytes_to_free`, anything may follow once so many bytes have come. None: the grammar holds to the end.
+        """
+        self._bytes_to_free = bytes_to_free
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._num_tokens = num_tokens
@@ -266,7 +278,7 @@ class Constraint:
             GrammarError: The parser has failed before.
         """
         self._check()
-        return self._matcher.is_stopped()
+        return not self._is_free and self._matcher.is_stopped()
 
     @property
     def may_end(self) -> bool:
@@ -276,7 +288,7 @@ class Constraint:
             GrammarError: The parser has failed before.
         """
         self._check()
-        return self._matcher.is_accepting()
+        return self._is_free or self._matcher.is_accepting()
 
     def mask(self) -> torch.Tensor:
         """Return which tokens may come next: bool ``[vocab_size]``, the caller's own.
@@ -297,7 +309,8 @@ class Constraint:
         Raises:
             GrammarError: As `mask`.
         """
-        logits.masked_fill_(self._get_blocked().to(logits.device), float("-inf"))
+        if not self._is_free:
+            logits.masked_fill_(self._get_blocked().to(logits.device), float("-inf"))
 
     def advance(self, token_id: int) -> None:
         """Move on by one token, drawn or forced. A finished constraint still takes end-of-text ids.
@@ -312,10 +325,14 @@ class Constraint:
                 f"after {self._num_tokens} tokens of the grammar: draw from the tokens that mask() allows",
                 field="grammar",
             )
+        self._num_tokens += 1
+        if self._is_free:
+            return
         self._blocked = None
         self._matcher.consume_token(token_id)
-        self._num_tokens += 1
         self._check()
+        if self._bytes_to_free is not None:
+            self._bytes_to_free -= len(self._vocabulary.parser_tokenizer.decode_bytes([token_id]))
 
     def forced_ids(self, *, max_tokens: int | None = None) -> list[int]:
         """Return the tokens that must come next, cut as the model's tokenizer cuts text; the state stays.
@@ -329,7 +346,7 @@ class Constraint:
         Raises:
             GrammarError: The parser fails.
         """
-        if self.is_finished:
+        if self.is_finished or self._is_free:
             return []
         forced: list[int] = self._matcher.compute_ff_tokens()
         self._check()
@@ -338,19 +355,31 @@ class Constraint:
     def fork(self) -> Constraint:
         """Return an independent copy in the same state. A few microseconds."""
         return Constraint(
-            self._matcher.deep_copy(), self._vocabulary, num_tokens=self._num_tokens, blocked=self._blocked
+            self._matcher.deep_copy(),
+            self._vocabulary,
+            num_tokens=self._num_tokens,
+            blocked=self._blocked,
+            bytes_to_free=self._bytes_to_free,
         )
+
+    @property
+    def _is_free(self) -> bool:
+        return self._bytes_to_free is not None and self._bytes_to_free <= 0
 
     def _allows(self, token_id: int) -> bool:
         # the parser fails for good at an id that it doesn't know, so ids are never just tried; and it doesn't
         # validate an end-of-text id that the grammar itself names
         if not 0 <= token_id < self._vocabulary.vocab_size:
             return False
+        if self._is_free:
+            return True
         if self._blocked is None and token_id not in self._vocabulary.eos_token_ids:
             return self._matcher.validate_tokens([token_id]) == 1
         return not self._get_blocked()[token_id]
 
     def _get_blocked(self) -> torch.Tensor:
+        if self._is_free:
+            return torch.zeros(self._vocabulary.vocab_size, dtype=torch.bool)
         if self._blocked is None:
             self._check()
             bits = np.zeros(self._vocabulary.num_mask_bytes, dtype=np.uint8)
@@ -419,21 +448,6 @@ class _Vocabulary:
         """Return a token's text for a message; empty for an id that doesn't exist."""
         known = 0 <= token_id < self.tokenizer.vocab_size
         return self.tokenizer.decode([token_id], skip_special_tokens=False) if known else ""
-
-
-def _source(grammar: Grammar) -> str:
-    """Return the grammar as llguidance takes it."""
-    from llguidance import LLMatcher
-
-    if grammar.kind == "json_schema":
-        return json_grammar(grammar.text, flexible_whitespace=grammar.flexible_whitespace)
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.text)
-    if grammar.kind == "choice":
-        # one pattern is one lexeme to the parser, where Lark alternatives would be one each
-        options = (_REGEX_META.sub(r"\\\g<0>", option) for option in json.loads(grammar.text))
-        return LLMatcher.grammar_from_regex("|".join(options))
-    return LLMatcher.grammar_from_lark(grammar.text)
 
 
 def _parse_json(text: str) -> object:

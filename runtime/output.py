@@ -26,6 +26,7 @@ class OutputStream:
         self._asked_from = request.logits_from
         self._sink = sink
         self._detokenizer = IncrementalDetokenizer(tokenizer, context=request.tokens[-16:].tolist())
+        self._num_hidden = len(request.params.heal)
         self._stops = StopChecker(request.params.stop)
         self._stop_ids = self._ending_ids(tokenizer)
         self._text: list[str] = []
@@ -109,7 +110,7 @@ class OutputStream:
         return frozenset((*eos_ids, *params.stop_token_ids))
 
     def _next_text(self, token_id: int, *, may_stop: bool) -> str:
-        delta = self._detokenizer.push(token_id)
+        delta = self._shown(self._detokenizer.push(token_id))
         if not may_stop:
             # Text before min_tokens can neither be a stop string nor begin one.
             return delta
@@ -118,9 +119,15 @@ class OutputStream:
             self.finish_reason = "stop"
         return text
 
+    def _shown(self, delta: str) -> str:
+        """Return what of a delta lies behind the prompt's text that the output repeats."""
+        shown = delta[self._num_hidden :]
+        self._num_hidden -= len(delta) - len(shown)
+        return shown
+
     def _end(self, text: str, token_ids: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
         if self._stops.matched is None:
-            text += self._stops.push(self._detokenizer.flush())
+            text += self._stops.push(self._shown(self._detokenizer.flush()))
             if self._stops.matched is not None:
                 self.finish_reason = "stop"
             else:

@@ -81,6 +81,10 @@ class SamplingParams:
     grammar: Grammar | None = None
     """What the text may be: a JSON schema, a regular expression, a choice or a grammar. See `phloem.runtime.Grammar`."""
 
+    heal: str = ""
+    """Text at the end of the prompt that its tokens leave out. The output begins with it, in tokens that may reach beyond it, and
+    neither `text` nor a stop string sees it; a `grammar` applies from there on (token healing)."""
+
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
 
@@ -93,6 +97,10 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(
                 f"ignore_eos must be True or False, not {self.ignore_eos!r}", field="ignore_eos"
+            )
+        if not isinstance(self.heal, str) or self.heal.encode(errors="ignore").decode() != self.heal:
+            raise InvalidRequest(
+                f"heal must be a string without lone surrogates, not {self.heal!r}", field="heal"
             )
         if self.grammar is not None:
             _require_grammar(self.grammar)

@@ -10,6 +10,7 @@ Text is a view of tokens. Nothing here is ever used to get from generated tokens
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -176,6 +177,32 @@ class Tokenizer:
         """Return the text of token ids; bytes that are no valid UTF-8 become U+FFFD."""
         text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def num_joinable(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the last tokens might be fewer, had the text gone on: together they begin a longer token.
+
+        0 for special tokens, and for the ``<0x..>`` tokens of vocabularies with byte fallback. O(tokens * log vocabulary).
+        """
+        joined, count = "", 0
+        for number, token_id in enumerate(reversed(token_ids), start=1):
+            token = self.backend.id_to_token(token_id)
+            if token is None or token_id in self.special_ids or token_id in self.byte_token_ids:
+                break
+            joined = token + joined
+            following = bisect_right(self._sorted_tokens, joined)
+            if following < len(self._sorted_tokens) and self._sorted_tokens[following].startswith(joined):
+                count = number
+        return count
+
+    @cached_property
+    def _sorted_tokens(self) -> list[str]:
+        """The vocabulary's tokens in its own spelling, in which joined tokens are joined strings."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        return sorted(
+            token
+            for token, token_id in vocabulary.items()
+            if token_id not in self.special_ids and token_id not in self.byte_token_ids
+        )
 
     @property
     def has_chat_template(self) -> bool:

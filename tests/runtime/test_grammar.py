@@ -747,7 +747,9 @@ def test_a_grammar_is_compiled_once_and_copied(
     num_built: list[Grammar] = []
     build = GrammarCompiler._build
     monkeypatch.setattr(
-        GrammarCompiler, "_build", lambda self, grammar: num_built.append(grammar) or build(self, grammar)
+        GrammarCompiler,
+        "_build",
+        lambda self, grammar, after: num_built.append(grammar) or build(self, grammar, after),
     )
     small = GrammarCompiler(compiler._tokenizer, PADDED_SIZE, max_cached=2)
     a, b, c = (Grammar.regex(pattern) for pattern in "abc")
@@ -787,3 +789,55 @@ def test_masks_of_many_constraints_can_be_computed_at_once(byte_tokenizer: Token
     assert len({name for name, _ in together}) > 1
     for (_, one), (_, other) in zip(together, alone, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+AFTERS = ("://", '"', "\\", "\n", "é", "a\tb", "/", "\x7f", "日本", " ", "\x00", '"\\n', "#")
+AFTER_CASES = [
+    (None, " anything"),
+    (Grammar.regex("[a-z]+"), "abc"),
+    (Grammar.json_schema({"type": "integer"}), "42"),
+    (Grammar.choice(["ab", "//x"]), "//x"),
+    (Grammar.lark('start: "x" NAME\nNAME: /[a-z]+/'), "xab"),
+]
+
+
+@pytest.mark.parametrize("after", AFTERS)
+@pytest.mark.parametrize(
+    ("grammar", "text"), AFTER_CASES, ids=lambda value: getattr(value, "kind", str(value))
+)
+def test_a_text_can_come_before_what_a_grammar_describes(
+    compiler: GrammarCompiler, after: str, grammar: Grammar | None, text: str
+) -> None:
+    constraint = compiler.compile(grammar, after=after)
+    assert allowed_ids(constraint) == [after.encode()[0]]
+    assert not constraint.may_end
+    write(constraint, after)
+    assert constraint.may_end is (grammar is None)
+    write(constraint.fork(), text)
+    write(constraint, text)
+    assert constraint.may_end
+
+
+def test_behind_a_text_without_a_grammar_everything_is_allowed(compiler: GrammarCompiler) -> None:
+    constraint = compiler.compile(None, after="ab")
+    write(constraint, "a")
+    fork = constraint.fork()
+    for each in (constraint, fork):
+        assert allowed_ids(each) == [ord("b")]
+        each.advance(ord("b"))
+        for token_id in (255, PADDED_SIZE - 1, 0):  # no UTF-8, no text, the end of a string
+            assert each.mask()[token_id]
+            each.advance(token_id)
+        assert each.forced_ids() == []
+        assert not each.is_finished
+
+
+def test_a_grammar_behind_a_text_is_checked_as_alone(compiler: GrammarCompiler) -> None:
+    for after in ("", "x"):
+        with pytest.raises(GrammarError, match="at #/properties/a"):
+            compiler.compile(
+                Grammar.json_schema(
+                    {"type": "object", "properties": {"a": {"type": "integer", "not": {}}}, "required": ["a"]}
+                ),
+                after=after,
+            )

@@ -1,31 +1,49 @@
-"""From `gen`'s arguments to sampling parameters, and from a completion to the value that is captured."""
+"""Generating on a path: from `gen`'s arguments to the captured value, with seams healed before and endings cut off after."""
 
 from __future__ import annotations
 
 import json as json_module
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from phloem.runtime.errors import Cancelled, IncompleteOutput, InvalidRequest
+from phloem.runtime.frontend.program.calls import Calls, OnText
+from phloem.runtime.frontend.program.tokens import MAX_SEAM, TokenPath
 from phloem.runtime.grammar import Grammar
 from phloem.runtime.outputs import Completion
 from phloem.runtime.sampling_params import SamplingParams
 
-_OPTIONS = frozenset(field.name for field in fields(SamplingParams)) - {"n", "grammar", "prompt_logprobs"}
+_OPTIONS = frozenset(field.name for field in fields(SamplingParams)) - {
+    "n",
+    "grammar",
+    "heal",
+    "prompt_logprobs",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One call of `gen`, checked."""
+    """The arguments of one call of `gen`, as they came."""
 
+    n: int
+    regex: str | None
+    json: Any
+    grammar: Grammar | None
+    heal: bool
+    sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The same, checked."""
+
+    n: int
+    heal: bool
     params: SamplingParams
     parse: Callable[[str], Any]
     """From the text to the captured value."""
-
-    is_complete: Callable[[str], bool]
-    """Whether a text that was cut off fits the grammar all the same."""
 
     def value(self, completion: Completion) -> Any:
         """Return what is captured.
@@ -36,7 +54,7 @@ class Wanted:
         """
         if completion.finish_reason == "abort":
             raise Cancelled("the run or the fork was ended while it generated", partial=completion.text)
-        if completion.finish_reason == "length" and not self.is_complete(completion.text):
+        if completion.finish_reason == "length" and not _fits(self.params.grammar, completion.text):
             raise IncompleteOutput(
                 f"the output does not fit its grammar yet after {len(completion.token_ids)} tokens "
                 f"(max_tokens={self.params.max_tokens}): raise max_tokens, or bound the grammar's strings and lists; "
@@ -46,28 +64,111 @@ class Wanted:
         return self.parse(completion.text)
 
 
-def wanted(sampling: Mapping[str, Any], *, regex: str | None, json: Any, grammar: Grammar | None) -> Wanted:
+def check(want: Wanted) -> Spec:
     """Check the arguments of `gen`.
 
     Raises:
         InvalidRequest: An option is unknown or out of range, or more than one grammar is given.
         GrammarError: The grammar's form is wrong.
     """
-    if unknown := set(sampling) - _OPTIONS:
+    if unknown := set(want.sampling) - _OPTIONS:
         raise InvalidRequest(
-            f"gen has no option {', '.join(sorted(unknown))}; there are name, n, regex, json, grammar and "
+            f"gen has no option {', '.join(sorted(unknown))}; there are name, n, regex, json, grammar, heal and "
             f"{', '.join(sorted(_OPTIONS))}",
             field=sorted(unknown)[0],
         )
-    if sum(each is not None for each in (regex, json, grammar)) > 1:
+    grammar = want.grammar
+    if sum(each is not None for each in (want.regex, want.json, grammar)) > 1:
         raise InvalidRequest("give one of regex, json and grammar, not several", field="grammar")
     parse: Callable[[str], Any] = str
-    if regex is not None:
-        grammar = Grammar.regex(regex)
-    elif json is not None:
-        grammar = Grammar.json_schema(json)
-        parse = getattr(json, "model_validate_json", json_module.loads)
-    return Wanted(SamplingParams(**sampling, grammar=grammar), parse, lambda text: _fits(grammar, text))
+    if want.regex is not None:
+        grammar = Grammar.regex(want.regex)
+    elif want.json is not None:
+        grammar = Grammar.json_schema(want.json)
+        parse = getattr(want.json, "model_validate_json", json_module.loads)
+    return Spec(want.n, want.heal, SamplingParams(**want.sampling, grammar=grammar), parse)
+
+
+async def generate(path: TokenPath, calls: Calls, spec: Spec, on_text: OnText | None) -> list[Completion]:
+    """Generate at the end of a path, which then holds the first of the texts.
+
+    Raises:
+        PhloemError: The generation failed; the path is as it was.
+    """
+    seam = _cut_seam(path) if spec.heal and spec.params.max_tokens != 0 else _Seam()
+    params = _healing(spec.params, seam)
+    try:
+        branch = await path.settle(calls)
+        if spec.n == 1:
+            completion = await calls.generate(branch, params, on_text)
+            path.follow(completion.token_ids)
+            completions = [completion]
+        else:
+            first, *others = await calls.expand(branch, spec.n, params)
+            completions = [each.completion for each in (first, *others) if each.completion is not None]
+            path.follow(completions[0].token_ids, first)
+            for each in others:
+                each.release()
+    except BaseException:
+        if not path.is_released:
+            path.append(seam.ids, is_text=True)
+        raise
+    _drop_end(path, completions[0], seam.text)
+    return completions
+
+
+@dataclass(frozen=True, slots=True)
+class _Seam:
+    """The end of the text that is left to the model to tokenise anew."""
+
+    ids: Sequence[int] = ()
+    text: str = ""
+
+
+def _cut_seam(path: TokenPath) -> _Seam:
+    """Cut off the end of the text that could be the beginning of a longer token, and return it; at least one token stays."""
+    tokenizer = path.engine.tokenizer
+    count = min(tokenizer.num_joinable(path.seam()), len(path.ids) - 1)
+    if count <= 0:
+        return _Seam()
+    # A token's text depends on what is before it: the first space of a text may be dropped.
+    near = path.ids[-count - MAX_SEAM :]
+    before, whole = tokenizer.decode(near[:-count]), tokenizer.decode(near)
+    text = whole[len(before) :]
+    if not before or not text or not whole.startswith(before) or "\ufffd" in whole:
+        return _Seam()
+    seam = _Seam(path.ids[-count:], text)
+    path.cut(len(path.ids) - count)
+    return seam
+
+
+def _healing(params: SamplingParams, seam: _Seam) -> SamplingParams:
+    if not seam.ids:
+        return params
+    max_tokens = None if params.max_tokens is None else params.max_tokens + len(seam.ids)
+    return replace(params, heal=seam.text, max_tokens=max_tokens)
+
+
+def _drop_end(path: TokenPath, completion: Completion, healed: str) -> None:
+    """Cut off what ended the text, the end-of-sequence token or a stop string: it is no part of what the program asked for.
+
+    Of a token in which a stop string began, the part before it is appended as text.
+    """
+    tokenizer, ids = path.engine.tokenizer, completion.token_ids
+    if completion.finish_reason != "stop" or not ids:
+        return
+    if ids[-1] in tokenizer.eos_token_ids:
+        path.cut(len(path.ids) - 1)
+        return
+    text = healed + completion.text
+    for count in range(len(ids), -1, -1):
+        part = tokenizer.decode(ids[:count])
+        # The tokenizer may drop a first space.
+        shown = next((each for each in (part, " " + part) if text.startswith(each)), None)
+        if shown is not None:
+            path.cut(len(path.ids) - (len(ids) - count))
+            path.append_text(text[len(shown) :])
+            return
 
 
 def _fits(grammar: Grammar | None, text: str) -> bool:
@@ -90,30 +191,3 @@ def _is_json(text: str) -> bool:
     except json_module.JSONDecodeError:
         return False
     return True
-
-
-def num_kept(completion: Completion, *, decode: Callable[[list[int]], str], eos_ids: tuple[int, ...]) -> int:
-    """Return how many of the generated tokens belong to the text: not the end-of-sequence token, nor a stop string's.
-
-    A token that holds the text's end and the stop string's beginning is not counted: see `rest_of_text`.
-    """
-    ids = completion.token_ids
-    if completion.finish_reason != "stop" or not ids:
-        return len(ids)
-    if ids[-1] in eos_ids:
-        return len(ids) - 1
-    for count in range(len(ids), -1, -1):
-        if _begins(completion.text, decode(ids[:count])):
-            return count
-    return len(ids)
-
-
-def rest_of_text(completion: Completion, kept_text: str) -> str:
-    """Return what the kept tokens miss of the text: the beginning of a token in which a stop string began."""
-    lost = 0 if completion.text.startswith(kept_text) else 1
-    return completion.text[len(kept_text) + lost :]
-
-
-def _begins(text: str, part: str) -> bool:
-    """Whether a text begins with a part, whose first space the tokenizer may have dropped."""
-    return text.startswith((part, " " + part))

@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Any
 
 from phloem.radix import Explanation
-from phloem.runtime.branch import Branch, Score
+from phloem.runtime.branch import Score
 from phloem.runtime.errors import InvalidRequest, ProgramError, UnknownCapture
 from phloem.runtime.frontend.program.calls import AWAITING, BLOCKING, Calls, OnText, finish
 from phloem.runtime.frontend.program.choose import Rule, check_options, rate
 from phloem.runtime.frontend.program.fork import Fork
-from phloem.runtime.frontend.program.generate import Wanted, num_kept, rest_of_text, wanted
+from phloem.runtime.frontend.program.generate import Wanted, check, generate
 from phloem.runtime.frontend.program.scope import Piece, Scope
 from phloem.runtime.frontend.program.tokens import TokenPath
 from phloem.runtime.frontend.program.trace import Step
@@ -64,8 +64,10 @@ class Turn:
 class State:
     """What a program works on. Made by `Program.run` and its siblings, and by `fork`.
 
-    Its text is a list of tokens: what is appended is tokenised alone, and what was generated is never encoded again. Nothing is
-    added that the program did not ask for, but for the token that the model wants in front of all text (BOS), if it has one.
+    Its text is a list of tokens: what is appended is tokenised alone, and what was generated is never encoded again. Where appended
+    text ends inside a word and `gen` follows, its last tokens are left to the model, which must begin with that text (token
+    healing); `select`, `score` and chat turns take the text as it is. Nothing is added that the program did not ask for, but for
+    the token that the model wants in front of all text (BOS), if it has one.
     Operations take effect in order. A state is used by one thread or task at a time; forks run side by side.
     """
 
@@ -99,7 +101,7 @@ class State:
             if not isinstance(text, str):
                 raise InvalidRequest(f"text must be a string, not {type(text).__name__}", field="text")
             before = len(self)
-            self._append_text(text)
+            self._path.append_text(text)
             step.tokens_in = len(self) - before
         return self
 
@@ -146,6 +148,7 @@ class State:
         regex: str | None = None,
         json: Any = None,
         grammar: Grammar | None = None,
+        heal: bool = True,
         **sampling: Any,
     ) -> Any:
         """Generate, and capture it under a name.
@@ -158,6 +161,9 @@ class State:
             regex: A pattern that the text matches as a whole.
             json: A JSON schema, or a class with `model_json_schema` (pydantic): the value is the parsed JSON, or an instance.
             grammar: Any other grammar.
+            heal: Whether the end of appended text may be tokenised anew together with what follows, so that text that ends inside a
+                word ("http:" before "//") goes on as if it had been encoded with it. The output then begins with those few tokens
+                again, which `max_tokens` does not count.
             sampling: Fields of `SamplingParams`: max_tokens, temperature, stop, seed and so on.
 
         Returns:
@@ -168,7 +174,7 @@ class State:
             IncompleteOutput: `max_tokens` cut the text off before it fit its grammar; `partial` is the text.
             BranchReleased: The state was released.
         """
-        return finish(self._gen(BLOCKING, name, n, wanted_or_raise(sampling, regex, json, grammar)))
+        return finish(self._gen(BLOCKING, name, Wanted(n, regex, json, grammar, heal, sampling)))
 
     async def agen(
         self,
@@ -178,10 +184,11 @@ class State:
         regex: str | None = None,
         json: Any = None,
         grammar: Grammar | None = None,
+        heal: bool = True,
         **sampling: Any,
     ) -> Any:
         """Do as `gen`, for an event loop."""
-        return await self._gen(AWAITING, name, n, wanted_or_raise(sampling, regex, json, grammar))
+        return await self._gen(AWAITING, name, Wanted(n, regex, json, grammar, heal, sampling))
 
     def select(self, name: str | None, options: Sequence[str], by: Rule = "sum") -> Selection:
         """Append the option that the model favours, and capture it.
@@ -318,11 +325,6 @@ class State:
         with located(), self._scope.trace.step(operation, name or "", self._label) as step:
             yield step
 
-    def _append_text(self, text: str) -> None:
-        if text:
-            ids = self._path.engine.tokenizer.encode(text, add_special_tokens=not self._path.ids)
-            self._path.append(ids, is_text=True)
-
     def _message(self, role: str, text: str) -> None:
         with self._step("text", role) as step:
             ids = self._scope.roles.message(role, text, is_first=not self._path.ids)
@@ -335,48 +337,22 @@ class State:
             self._path.append(closing, is_text=False)
             step.tokens_in = len(closing)
 
-    async def _gen(self, calls: Calls, name: str | None, n: int, want: Wanted) -> Any:
+    async def _gen(self, calls: Calls, name: str | None, want: Wanted) -> Any:
         with self._step("gen", name) as step:
-            completions = await self._generate(calls, name, n, want)
+            spec = check(want)
+            completions = await generate(self._path, calls, spec, self._on_text(name))
             for completion in completions:
                 step.add(completion.usage)
-            values = [want.value(completion) for completion in completions]
-            return self._capture(name, values if n != 1 else values[0], completions)
-
-    async def _generate(self, calls: Calls, name: str | None, n: int, want: Wanted) -> list[Completion]:
-        branch = await self._path.settle(calls)
-        if n == 1:
-            completion = await calls.generate(branch, want.params, self._on_text(name))
-            self._path.follow(completion.token_ids)
-            completions = [completion]
-        else:
-            children = await calls.expand(branch, n, want.params)
-            completions = [_completion(child) for child in children]
-            self._path.follow(completions[0].token_ids, children[0])
-            for child in children[1:]:
-                child.release()
-        self._drop_end(completions[0])
-        return completions
-
-    def _drop_end(self, completion: Completion) -> None:
-        """Cut off what ended the text: it is no part of what the program asked for."""
-        tokenizer = self._path.engine.tokenizer
-        kept = num_kept(completion, decode=tokenizer.decode, eos_ids=tokenizer.eos_token_ids)
-        num_dropped = len(completion.token_ids) - kept
-        if num_dropped:
-            self._path.cut(len(self._path.ids) - num_dropped)
-            rest = rest_of_text(completion, tokenizer.decode(completion.token_ids[:kept]))
-            self._append_text(rest)
+            values = [spec.value(completion) for completion in completions]
+            value = values if want.n != 1 else values[0]
+            if name is not None:
+                self._captures[name] = value
+                self._completions[name] = completions
+            return value
 
     def _on_text(self, name: str | None) -> OnText | None:
         emit = self._scope.on_piece
         return None if emit is None else lambda text: emit(Piece(text, name, self._label))
-
-    def _capture(self, name: str | None, value: Any, completions: list[Completion]) -> Any:
-        if name is not None:
-            self._captures[name] = value
-            self._completions[name] = completions
-        return value
 
     async def _select(self, calls: Calls, name: str | None, options: Sequence[str], by: Rule) -> Selection:
         with self._step("select", name) as step:
@@ -449,14 +425,6 @@ class _ClosedTurn(Turn):
         pass
 
 
-def wanted_or_raise(
-    sampling: Mapping[str, Any], regex: str | None, json: Any, grammar: Grammar | None
-) -> Wanted:
-    """Check the arguments of `gen`; an error names the program's line."""
-    with located():
-        return wanted(sampling, regex=regex, json=json, grammar=grammar)
-
-
 def captured(captures: Mapping[str, Any], name: str) -> Any:
     """Return a capture.
 
@@ -467,8 +435,3 @@ def captured(captures: Mapping[str, Any], name: str) -> Any:
         known = ", ".join(repr(each) for each in captures) or "none yet"
         raise UnknownCapture(f"nothing was captured as {name!r}; there is {known}")
     return captures[name]
-
-
-def _completion(branch: Branch) -> Completion:
-    assert branch.completion is not None
-    return branch.completion

@@ -60,6 +60,16 @@ class TokenPath:
         if not is_text:
             self.text_from = len(self.ids)
 
+    def append_text(self, text: str) -> None:
+        """Append text, tokenised alone; the first text brings the token that the model wants in front of all, if any.
+
+        Raises:
+            InvalidRequest: No UTF-8 can hold it.
+            PromptTooLong: The path would leave no room for a token more.
+        """
+        if text:
+            self.append(self.engine.tokenizer.encode(text, add_special_tokens=not self.ids), is_text=True)
+
     def append_scored(self, ids: Sequence[int]) -> None:
         """Append a continuation that the settled branch has just scored, whose KV is in the cache therefore.
 
