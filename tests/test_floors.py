@@ -55,6 +55,12 @@ ALLOWED = {
                                         "phloem.runtime.grammar", "phloem.runtime.outputs",
                                         "phloem.runtime.sampling_params",
                                         "phloem.runtime.frontend.session", "phloem.radix"),
+    # What a program of a user's could import too, and no part of the engine below it.
+    "phloem.runtime.server": ("phloem.runtime.engine", "phloem.runtime.branch", "phloem.runtime.errors",
+                              "phloem.runtime.expand", "phloem.runtime.explain", "phloem.runtime.generation",
+                              "phloem.runtime.grammar", "phloem.runtime.outputs", "phloem.runtime.prompts",
+                              "phloem.runtime.sampling_params", "phloem.runtime.tokenizer",
+                              "phloem.runtime.frontend", "phloem.runtime.server", "phloem.radix"),
     "phloem.runtime.cli": ("phloem.runtime", "phloem.radix", "phloem.kernels"),
 }  # fmt: skip
 ABOVE = ("phloem.runtime.cli", "phloem.runtime.server", "phloem.runtime.frontend")

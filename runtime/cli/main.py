@@ -93,6 +93,47 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A model directory, a `.gguf` file, a hub id, or the built-in.")
+    ] = ("smollm2-135m"),
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: one that is free.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Who may use it; can be repeated. Needed for other machines.", envvar="PHLOEM_API_KEY"
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(help="Opens metrics and the cache's controls.", envvar="PHLOEM_ADMIN_KEY")
+    ] = None,
+    allow_anonymous: Annotated[
+        bool, typer.Option("--allow-anonymous", help="Serve other machines without a key.")
+    ] = False,
+    served_name: Annotated[
+        list[str] | None, typer.Option(help="What requests call the model; can be repeated. Default: MODEL.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Any other setting as NAME=VALUE, of the engine (`num_blocks`) or the server."
+        ),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP to OpenAI's clients, on this machine only unless told otherwise."""
+    from phloem.runtime.cli.serve import run_serve
+
+    asked = {"host": host, "port": port, "admin_key": admin_key, "allow_anonymous": allow_anonymous}
+    run_serve(
+        model,
+        {**asked, "api_keys": tuple(api_key or ()), "served_names": tuple(served_name or ())},
+        setting or [],
+        Console(stderr=True),
+    )
+
+
 @bench_app.command("radix")
 def bench_radix(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller trees: seconds, not minutes.")] = False,

@@ -1,0 +1,64 @@
+"""`phloem serve`: from the command's options to the settings of an engine and of a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from phloem.runtime import Engine, EngineConfig, InvalidRequest
+
+
+def run_serve(model: str, options: Mapping[str, Any], assignments: Sequence[str], console: Console) -> None:
+    """Serve until a signal.
+
+    Args:
+        model: Name or path.
+        options: Settings of the server; without `served_names`, the model is served under its own.
+        assignments: Further settings, of the engine or the server, as `name=value`.
+        console: For the line that says where it serves.
+
+    Raises:
+        InvalidRequest: A setting is wrong, the address can't be used, or what a server needs is not installed.
+        ModelError: The model can't be loaded.
+    """
+    try:
+        from phloem.runtime.server.serve import serve
+        from phloem.runtime.server.settings import ServerSettings
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(
+            f"the server needs {error.name}: pip install 'phloem[server]'", field="serve"
+        ) from error
+    names = [field.name for field in dataclasses.fields(ServerSettings)]
+    given = dict(_assignment(each) for each in assignments)
+    of_server = {name: given.pop(name) for name in names if name in given}
+    config = EngineConfig().replace(**given)
+    chosen = {**options, **of_server}
+    chosen["served_names"] = options["served_names"] or (served_name(model),)
+    settings = ServerSettings(**chosen)
+
+    def announce(url: str) -> None:
+        console.print(f"Serving {escape(settings.served_names[0])} at {url}", highlight=False, soft_wrap=True)
+
+    serve(lambda: Engine(model, config), settings, announce=announce)
+
+
+def served_name(model: str) -> str:
+    """Return what to call a model: its name, of a path the last part, which tells nothing of the machine."""
+    return Path(model).name if Path(model).exists() else model
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    """Split `name=value`; a value that is JSON is taken as that, such as a number or `true`, any other as text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise InvalidRequest(f"--set takes NAME=VALUE, not {text!r}", field="set")
+    try:
+        return name.strip(), json.loads(value)
+    except ValueError:
+        return name.strip(), value

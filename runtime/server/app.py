@@ -1,0 +1,73 @@
+"""The application: all protocols, what they pass before, and the form of their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from phloem.radix import InvalidNamespace
+from phloem.runtime.engine import Engine
+from phloem.runtime.errors import PhloemError
+from phloem.runtime.server import health, openai_models
+from phloem.runtime.server.errors import (
+    CLIENT_GONE,
+    ApiError,
+    ClientGone,
+    Render,
+    failure_of,
+    openai_error,
+    respond,
+)
+from phloem.runtime.server.gatekeeper import Gatekeeper
+from phloem.runtime.server.service import Service
+from phloem.runtime.server.settings import ServerSettings
+
+ROUTERS: tuple[APIRouter, ...] = (health.router, openai_models.router)
+
+ERROR_FORMS: tuple[tuple[str, Render], ...] = ()
+"""By the beginning of a path, the form of its errors; elsewhere it is OpenAI's."""
+
+
+def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
+    """Return the ASGI application. The engine stays the caller's, who closes it after the last request."""
+    # No pages that load scripts from elsewhere.
+    app = FastAPI(title="phloem", docs_url=None, redoc_url=None)
+    service = Service(engine, settings)
+    app.state.service = service
+    app.add_middleware(Gatekeeper, settings=settings, gate=service.gate, render_for=render_for)
+    for router in ROUTERS:
+        app.include_router(router)
+    handle = _handler(settings.retry_after_s)
+    for kind in (
+        ApiError,
+        PhloemError,
+        InvalidNamespace,
+        RequestValidationError,
+        HTTPException,
+        Exception,
+    ):
+        app.add_exception_handler(kind, handle)
+    app.add_exception_handler(ClientGone, _gone)
+    return app
+
+
+def render_for(path: str) -> Render:
+    """Return the form of a path's errors."""
+    return next((render for beginning, render in ERROR_FORMS if path.startswith(beginning)), openai_error)
+
+
+def _handler(retry_after_s: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handle(request: Request, error: Exception) -> Response:
+        failure = failure_of(error, retry_after_s=retry_after_s)
+        return respond(failure, render_for(request.url.path))
+
+    return handle
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)

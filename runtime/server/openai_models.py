@@ -1,0 +1,38 @@
+"""OpenAI's `/v1/models`: the one model that is served, under each of its names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse
+
+from phloem.runtime.server.service import Service, ServiceDep, TenantDep
+
+router = APIRouter(tags=["openai"])
+
+
+@router.get("/v1/models")
+async def list_models(service: ServiceDep, tenant: TenantDep) -> JSONResponse:
+    """List the names of the model."""
+    names = service.settings.served_names
+    return JSONResponse({"object": "list", "data": [_card(service, name) for name in names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, service: ServiceDep, tenant: TenantDep) -> JSONResponse:
+    """Describe the model."""
+    service.check_model(name)
+    return JSONResponse(_card(service, name))
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "phloem",
+        "root": service.model_name,
+        "parent": None,
+        "max_model_len": service.engine.max_model_len,
+    }

@@ -1,0 +1,173 @@
+"""What all protocols share: the engine, the settings, and how generations are started, read and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from phloem.radix import Namespace
+from phloem.runtime.engine import Engine
+from phloem.runtime.generation import AsyncGeneration
+from phloem.runtime.outputs import Chunk, Completion
+from phloem.runtime.sampling_params import SamplingParams
+from phloem.runtime.server.auth import Tenant
+from phloem.runtime.server.errors import ApiError, Failure, not_found
+from phloem.runtime.server.gate import Gate, Ticket
+from phloem.runtime.server.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedChunk:
+    """A piece of one of several generations."""
+
+    index: int
+    chunk: Chunk
+
+
+class Run:
+    """Generations under way for one request. Close it once the answer is out; that aborts what has not ended."""
+
+    def __init__(self, generations: Sequence[AsyncGeneration], ticket: Ticket, open_runs: set[Run]) -> None:
+        self._generations = generations
+        self._ticket = ticket
+        self._open_runs = open_runs
+        open_runs.add(self)
+
+    async def results(self) -> list[Completion]:
+        """Wait for all of them; an error of one is that of the whole.
+
+        Raises:
+            PhloemError: One failed.
+        """
+        return list(await asyncio.gather(*(generation.result() for generation in self._generations)))
+
+    async def chunks(self) -> AsyncIterator[IndexedChunk]:
+        """Yield the pieces of all of them as they come.
+
+        Raises:
+            PhloemError: One failed.
+        """
+        if len(self._generations) == 1:
+            async for chunk in self._generations[0]:
+                yield IndexedChunk(0, chunk)
+            return
+        queue: asyncio.Queue[IndexedChunk | Exception] = asyncio.Queue()
+        pumps = [
+            asyncio.ensure_future(_pump(index, generation, queue))
+            for index, generation in enumerate(self._generations)
+        ]
+        num_open = len(pumps)
+        try:
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                num_open -= item.chunk.completion is not None
+                yield item
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    def abort(self) -> None:
+        """End what has not ended; what there is of it is still answered."""
+        for generation in self._generations:
+            generation.abort()
+
+    def close(self) -> None:
+        """Abort what has not ended, and make room for other requests. A second call does nothing."""
+        self.abort()
+        self._ticket.release()
+        self._open_runs.discard(self)
+
+
+class Service:
+    """One engine behind HTTP. Used by the event loop."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.gate = Gate(settings.max_requests, retry_after_s=settings.retry_after_s)
+        self.started_at = int(time.time())
+        """In seconds since 1970."""
+
+        self._runs: set[Run] = set()
+
+    @property
+    def model_name(self) -> str:
+        """What answers call the model."""
+        return self.settings.served_names[0]
+
+    def check_model(self, name: str) -> None:
+        """Check that a request is for the model that is served.
+
+        Raises:
+            ApiError: 404, it is not.
+        """
+        if name not in self.settings.served_names:
+            known = ", ".join(self.settings.served_names)
+            raise not_found(
+                f"there is no model {name!r} here; there is {known}", "model", code="model_not_found"
+            )
+
+    async def start(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, namespace: Namespace
+    ) -> Run:
+        """Start `params.n` generations on each prompt, given as token ids.
+
+        Raises:
+            ApiError: There is no room for them.
+            InvalidRequest: A prompt or a parameter is wrong; nothing has been started then.
+        """
+        ticket = self.gate.admit(len(prompts) * params.n)
+        try:
+            generations = await self.engine.asubmit(
+                list(prompts), params, namespace=namespace, timeout_s=self.settings.request_timeout_s
+            )
+        except BaseException:
+            ticket.release()
+            raise
+        return Run(generations, ticket, self._runs)
+
+    def abort_all(self) -> None:
+        """End all generations; what there is of them is still answered."""
+        for run in list(self._runs):
+            run.abort()
+
+
+async def _pump(
+    index: int, generation: AsyncGeneration, queue: asyncio.Queue[IndexedChunk | Exception]
+) -> None:
+    try:
+        async for chunk in generation:
+            queue.put_nowait(IndexedChunk(index, chunk))
+    except Exception as error:
+        queue.put_nowait(error)
+
+
+async def _service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+async def _tenant_of(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant
+
+
+async def _admin_of(request: Request) -> Tenant:
+    tenant = await _tenant_of(request)
+    if not tenant.is_admin:
+        raise ApiError(Failure(403, "permission", "this needs the admin key"))
+    return tenant
+
+
+ServiceDep = Annotated[Service, Depends(_service_of)]
+TenantDep = Annotated[Tenant, Depends(_tenant_of)]
+AdminDep = Annotated[Tenant, Depends(_admin_of)]
+"""Refuses whoever has not the admin key."""

@@ -1,0 +1,115 @@
+"""What a server is run with. One frozen object, passed down."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from phloem.runtime.errors import InvalidRequest
+
+MIN_KEY_CHARACTERS = 8
+
+_WHOLE = ("max_requests", "retry_after_s", "max_body_bytes", "max_depth", "max_n", "max_grammar_bytes")
+_SECONDS = ("request_timeout_s", "body_timeout_s", "drain_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """The settings of a server; every one but the model's name has a default that is safe.
+
+    Raises:
+        InvalidRequest: A setting is out of range, or would serve other machines without a key.
+    """
+
+    served_names: tuple[str, ...]
+    """Names that requests may use for the model; the first is the one that answers carry."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: one that is free."""
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Who may use it; each key has a cache of its own. None: anybody who reaches it, which `host` then restricts to this machine."""
+
+    admin_key: str | None = field(default=None, repr=False)
+    """Opens what concerns all users: metrics, flushing the cache. None: closed when there are API keys, else open."""
+
+    allow_anonymous: bool = False
+    """Serve other machines without a key."""
+
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    """Makes the namespaces of keys and salts unguessable."""
+
+    max_requests: int = 256
+    """Generations under way or waiting, over all requests; more are refused with 429."""
+
+    request_timeout_s: float = 600.0
+    body_timeout_s: float = 30.0
+    """How long a client may take to send a request."""
+
+    drain_s: float = 30.0
+    """How long running requests may go on after SIGTERM."""
+
+    retry_after_s: int = 1
+    """What a client that is refused for now is told to wait."""
+
+    max_body_bytes: int = 8 << 20
+    max_depth: int = 64
+    """Of nested lists and objects in a request."""
+
+    max_n: int = 128
+    """Completions of one prompt."""
+
+    max_grammar_bytes: int = 64 << 10
+    """Of a JSON schema, and of all tools' schemas together."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.served_names), "served_names needs at least one name", "served_names")
+        for name in _WHOLE:
+            value = getattr(self, name)
+            good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            _require(good, f"{name} must be a whole number of at least 1, not {value!r}", name)
+        for name in _SECONDS:
+            value = getattr(self, name)
+            good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e9
+            _require(good, f"{name} must be a number of seconds above 0, not {value!r}", name)
+        _require(
+            type(self.port) is int and 0 <= self.port <= 65535,
+            f"port must be from 0 to 65535, not {self.port!r}",
+            "port",
+        )
+        for key in (*self.api_keys, *(() if self.admin_key is None else (self.admin_key,))):
+            good = isinstance(key, str) and len(key) >= MIN_KEY_CHARACTERS and key.isascii()
+            _require(good, f"a key must be at least {MIN_KEY_CHARACTERS} ASCII characters", "api_keys")
+        _require(self.admin_key not in self.api_keys, "the admin key must not be an API key too", "admin_key")
+        _require(
+            is_loopback(self.host) or bool(self.api_keys) or self.allow_anonymous,
+            f"{self.host} can be reached from other machines: set an API key, or allow_anonymous to serve anybody",
+            "host",
+        )
+
+    def replace(self, **changes: Any) -> ServerSettings:
+        """Return a copy with some settings changed.
+
+        Raises:
+            InvalidRequest: A value is out of range.
+        """
+        return dataclasses.replace(self, **changes)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _require(condition: bool, message: str, name: str) -> None:
+    if not condition:
+        raise InvalidRequest(message, field=name)

@@ -1,0 +1,57 @@
+"""A real server over real HTTP, in a thread of the test's own process, so that its engine can be looked at."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from phloem.runtime import Engine
+from phloem.runtime.server.serve import bind, make_server
+from phloem.runtime.server.service import Service
+from phloem.runtime.server.settings import ServerSettings
+
+
+@dataclass
+class LiveServer:
+    url: str
+    engine: Engine
+    service: Service
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, **options)
+
+    def wait_until_idle(self) -> None:
+        """Wait for the last request's end, and check that it left nothing behind."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            stats = self.engine.stats()
+            if stats.running == stats.waiting == self.service.gate.active == 0:
+                break
+            time.sleep(0.005)
+        assert stats.running == stats.waiting == self.service.gate.active == 0
+        self.engine.check()
+        assert stats.cache.locked == stats.cache.private - stats.kept_tails == 0
+
+
+@contextmanager
+def live_server(engine: Engine, **settings: Any) -> Iterator[LiveServer]:
+    chosen = ServerSettings(**{"served_names": ("tiny",), "port": 0, **settings})
+    listener = bind(chosen)
+    server = make_server(engine, chosen)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    port = listener.getsockname()[1]
+    try:
+        deadline = time.monotonic() + 10
+        while not server.started and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert server.started
+        yield LiveServer(f"http://127.0.0.1:{port}", engine, server.config.app.state.service)
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(timeout=15)
+        assert not thread.is_alive()
