@@ -16,7 +16,9 @@ from collections.abc import Mapping
 
 from phloem.kernels.attention import AttentionSpec
 from phloem.kernels.cpu_native import NativeBackend, why_unsupported
+from phloem.kernels.cpu_ops import native_ops
 from phloem.kernels.cpu_torch import TorchBackend
+from phloem.kernels.fused_ops import FusedOps, torch_ops
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.native_build import BuildError, load_library
 
@@ -60,3 +62,20 @@ def make_cpu_backend(
             reason = str(error)
     _logger.info("the cpu backend runs on torch operations, which is slower: %s", reason)
     return TorchBackend(spec, store, build_error=reason)
+
+
+def make_cpu_ops(environ: Mapping[str, str] = os.environ) -> FusedOps:
+    """Make the compiled operations between matrix products, or torch's where no compiler is found.
+
+    Raises:
+        BuildError: PHLOEM_CPU_KERNEL is "native" and they can't be built.
+    """
+    choice = environ.get(CHOICE_VARIABLE, "")
+    if choice == "torch":
+        return torch_ops()
+    try:
+        return native_ops(load_library(environ))
+    except BuildError:
+        if choice == "native":
+            raise
+        return torch_ops()

@@ -57,7 +57,8 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-inline Vec select(IVec mask, Vec yes, Vec no) { return (Vec)(((IVec)yes & mask) | ((IVec)no & ~mask)); }
+inline UVec select_bits(IVec mask, UVec yes, UVec no) { return (yes & (UVec)mask) | (no & ~(UVec)mask); }
+inline Vec select(IVec mask, Vec yes, Vec no) { return (Vec)select_bits(mask, (UVec)yes, (UVec)no); }
 
 // exp for x <= 0, or NaN: Cephes' expf polynomial; below -87 the result is exactly 0.
 inline Vec exp_negative(Vec x) {
@@ -123,6 +124,15 @@ inline UVec load_words(const void* row, int word, int num_words) {
   uint32_t rest[LANES] = {};
   std::memcpy(rest, p, (num_words - word) * 4);
   return load_as<UVec>(rest);
+}
+
+inline HVec round_to_bf16(Vec x) {  // to nearest, ties to even; what is too small for a normal number may become 0
+#if defined(__AVX512BF16__)
+  return (HVec)_mm512_cvtneps_pbh((__m512)x);
+#endif
+  const UVec u = (UVec)x, odd = (u >> 16) & 1;
+  const UVec bits = select_bits((IVec)(x != x), UVec{} + 0x7fc0u, (u + 0x7fff + odd) >> 16);
+  return __builtin_convertvector(bits, HVec);
 }
 
 inline void narrow(float x, float* out) { *out = x; }

@@ -12,7 +12,7 @@ import torch
 from phloem.kernels.activation import silu_and_mul
 from phloem.kernels.flashinfer_calls import rms_norm_kwargs, rope_kwargs, silu_and_mul_kwargs
 from phloem.kernels.flashinfer_library import FlashInferLibrary
-from phloem.kernels.norm import rms_norm
+from phloem.kernels.norm import add_norm, rms_norm
 from phloem.kernels.rope import RotaryEmbedding
 
 Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -28,6 +28,8 @@ class FusedOps:
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     """As `norm.rms_norm`."""
+    add_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+    """As `norm.add_norm`; the first argument is worthless afterwards, since the sum may be written over it."""
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     """As `activation.silu_and_mul`."""
     make_rotate: Callable[[RotaryEmbedding, torch.device], Rotate]
@@ -36,7 +38,7 @@ class FusedOps:
 
 def torch_ops() -> FusedOps:
     """Plain torch, row-invariant on the CPU."""
-    return FusedOps(rms_norm, silu_and_mul, lambda rope, device: rope.to(device))
+    return FusedOps(rms_norm, add_norm, silu_and_mul, lambda rope, device: rope.to(device))
 
 
 def flashinfer_ops(library: FlashInferLibrary) -> FusedOps:
@@ -63,4 +65,10 @@ def flashinfer_ops(library: FlashInferLibrary) -> FusedOps:
 
         return rotate
 
-    return FusedOps(norm, activate, make_rotate)
+    def norm_sum(
+        hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = hidden + delta
+        return total, norm(total, weight, eps)
+
+    return FusedOps(norm, norm_sum, activate, make_rotate)

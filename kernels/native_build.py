@@ -1,4 +1,4 @@
-"""Compiles the C++ kernel once per machine and keeps it in the user's cache directory.
+"""Compiles the C++ kernels once per machine and keeps it in the user's cache directory.
 
 The file's name is a digest of everything that its code depends on (source, flags, compiler, processor), so a stale or
 foreign binary is never loaded. Two processes may build at once: each compiles to its own temporary file and renames it.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("cpu_attention.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.cpp", "cpu_ops.cpp"))
 HEADER = Path(__file__).with_name("cpu_vectors.h")
 _COMPILERS = ("g++", "clang++", "c++")
 # no -ffast-math and no contraction: the order and the fusing of operations are what the source says
@@ -92,7 +92,7 @@ def _build(compiler: list[str], path: Path) -> None:
             _logger.info("compiling without OpenMP: %s", error)
             error = _compile(compiler, name, [])
         if error is not None:
-            raise BuildError(f"{shlex.join(compiler)} can't compile {SOURCE.name}: {error}")
+            raise BuildError(f"{shlex.join(compiler)} can't compile {SOURCES[0].name}: {error}")
         os.chmod(name, 0o755)
         os.replace(name, path)
     finally:
@@ -102,7 +102,7 @@ def _build(compiler: list[str], path: Path) -> None:
 def _compile(compiler: list[str], output: str, extra: list[str]) -> str | None:
     """Run the compiler; None if it went well, else the end of what it said."""
     # options of $CXX come last, so that they can take another -march
-    command = [compiler[0], *_FLAGS, *compiler[1:], str(SOURCE), "-o", output, *extra]
+    command = [compiler[0], *_FLAGS, *compiler[1:], *map(str, SOURCES), "-o", output, *extra]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -129,7 +129,7 @@ def _digest(compiler: list[str]) -> str:
     ).resolve()
     stat = program.stat()
     parts = [
-        SOURCE.read_text(),
+        *(source.read_text() for source in SOURCES),
         HEADER.read_text(),
         " ".join((*compiler, *_FLAGS, *_openmp_flags())),
         f"{program} {stat.st_size} {stat.st_mtime_ns}",

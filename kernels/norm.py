@@ -21,3 +21,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
+
+
+def add_norm(
+    hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `hidden + delta` and its `rms_norm`: what stands between two layers of a decoder."""
+    total = hidden + delta
+    return total, rms_norm(total, weight, eps)

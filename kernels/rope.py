@@ -127,6 +127,10 @@ class RotaryEmbedding:
         twin._cos, twin._signed_sin = self._cos.to(device), self._signed_sin.to(device)
         return twin
 
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines, and sines with the sign of rotate-half: float32 `[max_position, rotary_dim]` each. Not copies."""
+        return self._cos, self._signed_sin
+
     def cos_sin(self) -> torch.Tensor:
         """The table as FlashInfer reads it: float32 `[max_position, rotary_dim]`, cosines before sines. A copy."""
         half = self.rotary_dim // 2

@@ -12,13 +12,12 @@ from functools import partial
 
 import torch
 
-from phloem.kernels.activation import silu_and_mul
 from phloem.kernels.attention import AttentionSpec
-from phloem.kernels.cpu import make_cpu_backend
+from phloem.kernels.cpu import make_cpu_backend, make_cpu_ops
 from phloem.kernels.cpu_torch import TorchBackend
+from phloem.kernels.fused_ops import FusedOps
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.linear import PackedLinear, RowLadder
-from phloem.kernels.norm import rms_norm
 from phloem.kernels.plan import AttentionPlan, PlanRow
 
 _CUTS = (1, 5, 16)
@@ -76,14 +75,19 @@ def row_invariance_report(
     """
     generator = torch.Generator().manual_seed(0)
     checks = [_check_linear(shape, dtype, generator) for shape in _LINEAR_SHAPES]
+    ops = make_cpu_ops(environ)
     for width in _WIDTHS:
         weight = torch.randn(width, generator=generator).to(dtype)
         x = torch.randn((_NUM_ROWS, width), generator=generator).to(dtype)
-        checks.append(_check(f"rms_norm {width}", partial(rms_norm, weight=weight, eps=1e-5), x))
+        checks.append(_check(f"rms_norm {width}", partial(_norm, ops, weight), x))
         gate_up = torch.randn((_NUM_ROWS, 2 * width), generator=generator).to(dtype)
-        checks.append(_check(f"silu_and_mul {width}", silu_and_mul, gate_up))
+        checks.append(_check(f"silu_and_mul {width}", ops.silu_and_mul, gate_up))
     checks.append(_check_attention(dtype, generator, num_threads, environ))
     return InvarianceReport(dtype, num_threads or torch.get_num_threads(), tuple(checks))
+
+
+def _norm(ops: FusedOps, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return ops.rms_norm(x, weight, 1e-5)
 
 
 def _check(

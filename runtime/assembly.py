@@ -16,7 +16,7 @@ from phloem.kernels.flashinfer import FlashInferBackend
 from phloem.kernels.flashinfer_library import FlashInferLibrary, load_flashinfer
 from phloem.kernels.flashinfer_options import FlashInferOptions
 from phloem.kernels.flashinfer_rows import CascadeGate
-from phloem.kernels.fused_ops import FusedOps, flashinfer_ops, torch_ops
+from phloem.kernels.fused_ops import FusedOps, flashinfer_ops
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanRow
 from phloem.kernels.self_test import InvarianceReport, row_invariance_report
@@ -180,9 +180,9 @@ class Assembler:
         self.loaded.decoder.logits(hidden[: self.placement.max_running])
 
 
-def fused_ops(toolkit: Toolkit | None) -> FusedOps:
-    """Return the operations between matrix products for an engine with this toolkit."""
-    return torch_ops() if toolkit is None else flashinfer_ops(toolkit.library)
+def fused_ops(toolkit: Toolkit | None) -> FusedOps | None:
+    """Return the operations between matrix products for an engine with this toolkit; None for the decoder's own choice."""
+    return None if toolkit is None else flashinfer_ops(toolkit.library)
 
 
 def warn_if_not_exact(placement: Placement, num_threads: int | None) -> None:

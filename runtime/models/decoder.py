@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from phloem.kernels.attention import AttentionBackend
+from phloem.kernels.cpu import make_cpu_ops
 from phloem.kernels.fused_ops import FusedOps, torch_ops
 from phloem.kernels.linear import PackedLinear, RowLadder
 from phloem.kernels.rope import RotaryEmbedding
@@ -62,12 +63,12 @@ class Decoder:
             max_position: Longest path that will be run; None means the config's. It fixes the table of
                 `dynamic` rope scaling.
             device: Where the weights live.
-            ops: The operations between matrix products; None takes torch's.
+            ops: The operations between matrix products; None takes compiled ones on a CPU, elsewhere torch's.
         """
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
-        self._ops = ops or torch_ops()
+        self._ops = ops or (make_cpu_ops() if self.device.type == "cpu" else torch_ops())
         builder = _Builder(checkpoint, dtype, self.device, deterministic)
         self._embedding = builder.read("model.embed_tokens.weight")
         self._layers = [builder.layer(index, config) for index in range(config.num_layers)]
@@ -96,11 +97,15 @@ class Decoder:
         Returns:
             `[num_tokens, hidden_size]` in the model's dtype, after the last norm.
         """
+        eps, add_norm = self.config.rms_norm_eps, self._ops.add_norm
+        next_norms = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
         hidden = F.embedding(token_ids, self._embedding)
-        for index, layer in enumerate(self._layers):
-            hidden = hidden + self._attend(index, layer, hidden, positions, attention)
-            hidden = hidden + self._mlp(layer, hidden)
-        return self._ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        normed = self._ops.rms_norm(hidden, self._layers[0].attention_norm, eps)
+        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            attended = self._attend(index, layer, normed, positions, attention)
+            hidden, normed = add_norm(hidden, attended, layer.mlp_norm, eps)
+            hidden, normed = add_norm(hidden, self._mlp(layer, normed), next_norm, eps)
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states `[num_rows, hidden_size]`: float32 `[num_rows, vocab_size]`."""
@@ -110,12 +115,12 @@ class Decoder:
         self,
         index: int,
         layer: _Layer,
-        hidden: torch.Tensor,
+        normed: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
         config, rms_norm = self.config, self._ops.rms_norm
-        qkv = layer.qkv(rms_norm(hidden, layer.attention_norm, config.rms_norm_eps))
+        qkv = layer.qkv(normed)
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)
         first_k, first_v = config.num_q_heads, config.num_q_heads + config.num_kv_heads
         q, k, v = heads[:, :first_k], heads[:, first_k:first_v], heads[:, first_v:]
@@ -126,8 +131,7 @@ class Decoder:
         attention.append(index, k, v)
         return layer.output(attention.attend(index, q).flatten(1))
 
-    def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
-        normed = self._ops.rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
+    def _mlp(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
         return layer.down(self._ops.silu_and_mul(layer.gate_up(normed)))
 
 

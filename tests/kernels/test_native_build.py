@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from phloem.kernels.attention import AttentionSpec
 from phloem.kernels.cpu import make_cpu_backend
 from phloem.kernels.cpu_native import NativeBackend
 from phloem.kernels.cpu_torch import TorchBackend
+from phloem.kernels.fused_ops import torch_ops
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.native_build import BuildError, cache_directory, find_compiler, load_library
 from phloem.kernels.self_test import row_invariance_report
@@ -124,7 +126,8 @@ def test_self_test_holds_on_this_machine(dtype: torch.dtype, kernel: str) -> Non
 def test_self_test_finds_an_operation_that_mixes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from phloem.kernels import self_test
 
-    monkeypatch.setattr(self_test, "silu_and_mul", lambda x: x / x.shape[0])
+    mixing = replace(torch_ops(), silu_and_mul=lambda x: x / x.shape[0])
+    monkeypatch.setattr(self_test, "make_cpu_ops", lambda environ: mixing)
     report = row_invariance_report(torch.float32)
     assert not report.holds
     assert {check.name for check in report.failures} == {"silu_and_mul 576", "silu_and_mul 1000"}
