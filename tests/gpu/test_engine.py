@@ -116,5 +116,5 @@ def test_b31_soak_of_random_programs(tiny: Path) -> None:
     print(report)
 
 
-def test_soak_of_a_crowd_on_a_small_pool(tiny: Path) -> None:
+def test_soak_of_a_crowd_in_little_memory(tiny: Path) -> None:
     assert check_crowd(gpu, tiny, seconds=SOAK_S) > 0
