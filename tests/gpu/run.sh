@@ -21,7 +21,7 @@ TEXT
 }
 
 # Seconds at most. FlashInfer compiles for minutes during the tests; what comes later finds it done.
-readonly INSTALL_S=40 TESTS_S=280 BENCH_S=120
+readonly INSTALL_S=40 DOCTOR_S=30 TESTS_S=260 BENCH_S=120
 readonly SOAK_S="${PHLOEM_SOAK_S:-40}" SOAK_EXTRA_S=40
 
 # Tests that run side by side: each compiles its own kernels. Every test of tests/gpu is in exactly one of them.
@@ -99,7 +99,7 @@ require_gpu() {
     local reason
     reason="$("$python" -c 'from phloem.kernels.flashinfer_library import why_unavailable; print(why_unavailable() or "")')" || exit 1
     [[ -z "$reason" ]] || { echo "no GPU to test on: $reason"; exit 2; }
-    "$python" -m phloem.runtime.cli.main doctor --json "$results/doctor.json" | tee "$results/doctor.log"
+    timeout "$DOCTOR_S" "$python" -m phloem.runtime.cli.main doctor --json "$results/doctor.json" | tee "$results/doctor.log"
 }
 
 set_threads() {
