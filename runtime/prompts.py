@@ -71,6 +71,10 @@ def _checked_ids(ids: Sequence[int], vocab_size: int, name: str) -> array[int]:
         )
     if not len(ids):
         raise InvalidRequest(f"{name} is empty; it needs at least one token", field=name)
+    if isinstance(ids, array) and ids.typecode == "i":
+        whole = np.frombuffer(ids, dtype=np.int32)
+        if whole.min() >= 0 and whole.max() < vocab_size:
+            return ids[:]
     for index, token_id in enumerate(ids):
         if not isinstance(token_id, int) or isinstance(token_id, bool):
             raise InvalidRequest(f"{name}[{index}] must be a token id, not {token_id!r}", field=name)

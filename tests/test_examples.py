@@ -19,6 +19,9 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
         ("game_of_24", ["1 1 11 11: ", "flowchart TD", "prompt tokens came from the cache"]),
         ("best_of_n", ["votes: {", "best:", "self-consistency: ", "prompt tokens came from the cache"]),
         ("treequest_search", ["20 states", "prompt tokens came from the cache"]),
+        ("fewshot_select", ["of 10 right", "of them from the cache", "[0] select answer"]),
+        ("fork_join", ["For the shops, it means that", "All in all,", "[0.2] gen view"]),
+        ("extract", ["Person(name='Anna Berg', age=34, job='teacher')", "prompt tokens cached"]),
     ],
 )
 def test_an_example_runs(

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import threading
+from array import array
 from pathlib import Path
 
 import pytest
@@ -448,3 +449,16 @@ def test_a_branch_that_is_released_while_another_thread_begins_to_use_it_loses_n
         branch.release()
         thread.join()
     assert tiny_engine.stats().cache.locked == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, 260, 10**6])
+def test_ids_in_an_array_are_checked_as_those_in_a_list(tiny_engine: Engine, wrong: int) -> None:
+    given = array("i", ids(20))
+    with tiny_engine.branch(given) as branch:
+        given[0] = 99
+        assert branch.token_ids == ids(20), "the caller's array stays the caller's"
+    for kind in (list, lambda tokens: array("i", tokens)):
+        with pytest.raises(
+            InvalidRequest, match=rf"prompt\[1\] is {wrong}; this model's token ids go from 0 to 259"
+        ):
+            tiny_engine.branch(kind([5, wrong]))

@@ -399,7 +399,10 @@ class State:
             return await calls.pin(branch, ttl=ttl, owner=self._scope.trace.program)
 
     async def _fork_paths(self, calls: Calls, n: int) -> list[State]:
-        with self._step("fork", str(n)):
+        with self._step("fork", str(n)) as step:
+            if n > 1 and self._path.ids:
+                # Otherwise each child would compute what lies behind the last whole block.
+                step.add(await self._path.compute(calls))
             paths = await self._path.fork(calls, n)
             first = self._num_forks
             self._num_forks += n

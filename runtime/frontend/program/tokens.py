@@ -18,6 +18,7 @@ from phloem.runtime.branch import Branch
 from phloem.runtime.engine import Engine
 from phloem.runtime.errors import BranchReleased, ProgramError, PromptTooLong
 from phloem.runtime.frontend.program.calls import Calls
+from phloem.runtime.outputs import Usage
 
 MAX_SEAM = 8
 """Tokens at the end of appended text that may be tokenised anew together with what is generated."""
@@ -124,15 +125,18 @@ class TokenPath:
         self.ids.extend(token_ids)
         self.num_synced = self.text_from = len(self.ids)
 
+    async def compute(self, calls: Calls) -> Usage:
+        """Compute the whole path, the last token too, so that forks find all of it; return what that took."""
+        branch = await self.settle(calls)
+        [score] = await calls.score(branch, [self.ids[-1:]])
+        return score.usage
+
     async def fork(self, calls: Calls, n: int) -> list[TokenPath]:
-        """Return n paths of the same tokens, whose KV is computed by then (once) and shared."""
+        """Return n paths of the same tokens, which share what is computed of them."""
         self.check()
         if not self.ids:
             return [TokenPath.empty(self.engine, self.namespace) for _ in range(n)]
         branch = await self.settle(calls)
-        if n > 1:
-            # Otherwise each child would compute what lies behind the last whole block that it finds.
-            await calls.score(branch, [self.ids[-1:]])
         branches = await calls.fork(branch, n)
         return [
             TokenPath(self.engine, self.namespace, self.ids[:], self.text_from, each, len(self.ids))

@@ -267,3 +267,38 @@ def test_a_step_that_fails_says_so(tiny_engine: Engine) -> None:
     [failed] = fails.map(tiny_engine, [()])
     assert failed.trace.steps[-1].error == "GrammarError"
     assert str(failed.trace).endswith("GrammarError")
+
+
+def num_distinct(paths: list[list[int]]) -> int:
+    """The tokens of the tree that the paths make."""
+    nodes: dict[tuple[int, int], int] = {}
+    for path in paths:
+        node = 0
+        for token in path:
+            node = nodes.setdefault((node, token), len(nodes) + 1)
+    return len(nodes)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_256_inputs_compute_their_shared_thousand_tokens_once(smollm2_path: Path) -> None:
+    """The number that is promised: at most 1.02 times the distinct tokens."""
+
+    @program
+    def count(s: State, number: int) -> None:
+        s += shared
+        s += f"\n\nQ: What follows {number} and {number * 7 % 1000}, when the steps between numbers stay the same?\nA:"
+        s.gen("answer", max_tokens=4, temperature=0)
+
+    with Engine(smollm2_path) as engine:
+        words = engine.tokenizer.encode(
+            " ".join(f"word{n} and its number {n * 37 % 1001}." for n in range(100))
+        )
+        shared = engine.tokenizer.decode(words[:1000])
+        before = engine.stats().computed_tokens
+        runs = count.map(engine, range(256), progress=False)
+        computed = engine.stats().computed_tokens - before
+        distinct = num_distinct([run.token_ids for run in runs])
+        assert distinct > 1000 + 256 * 20
+        assert computed <= 1.02 * distinct
+        engine.check()

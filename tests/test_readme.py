@@ -1,0 +1,21 @@
+"""The README's programs run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_programs_of_the_readme_run(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # In one namespace, since later ones use what earlier ones imported.
+    names: dict[str, object] = {}
+    for block in BLOCKS:
+        exec(compile(block, str(README), "exec"), names)
+    output = capsys.readouterr().out
+    assert "Rome. Usage(prompt_tokens=19, cached_tokens=18, completion_tokens=2)" in output
+    assert " Paris" in output
