@@ -12,17 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phloem.radix import Explanation, Lease, Namespace, PinRefused
-from phloem.runtime.engine_core import EngineCore
+from phloem.runtime.engine_core import EngineCore, check_count, check_expansion
 from phloem.runtime.errors import BranchReleased, CacheFull, InvalidRequest
 from phloem.runtime.fan_out import Child
 from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Progress, QueueSink, Sink
 from phloem.runtime.outputs import Chunk, Completion, TokenLogprob, Usage
 from phloem.runtime.path import Path
-from phloem.runtime.prompts import encode_continuation
+from phloem.runtime.prompts import encode_continuation, is_list
 from phloem.runtime.request import Phase, Request
 from phloem.runtime.sampling_params import SamplingParams
-
-MAX_FORKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +140,12 @@ class Branch:
             InvalidRequest: `n` is not from 1 to 100,000.
         """
         check_count("n", n)
-        return self._forks(None, n).result()
+        return self._forks(_whole, n).result()
 
     async def afork(self, n: int = 1) -> list[Branch]:
         """Do as `fork`, for an event loop."""
         check_count("n", n)
-        return await asyncio.wrap_future(self._forks(None, n))
+        return await asyncio.wrap_future(self._forks(_whole, n))
 
     def at(self, index: int) -> Branch:
         """Return a branch of the first `index` tokens of the path.
@@ -155,11 +153,11 @@ class Branch:
         Raises:
             InvalidRequest: `index` is not from 1 to the path's length.
         """
-        return self._forks(index, 1).result()[0]
+        return self._forks(lambda path: _checked_index(index, path), 1).result()[0]
 
     async def aat(self, index: int) -> Branch:
         """Do as `at`, for an event loop."""
-        return (await asyncio.wrap_future(self._forks(index, 1)))[0]
+        return (await asyncio.wrap_future(self._forks(lambda path: _checked_index(index, path), 1)))[0]
 
     def expand(self, n: int, params: SamplingParams | None = None) -> list[Branch]:
         """Generate n children from here; return a branch for each, with its `completion`. This branch stays as it is.
@@ -299,6 +297,10 @@ class Branch:
         namespace = self._path.namespace
         return {"token_ids": self.token_ids, "salt": namespace.salt, "adapter": namespace.adapter}
 
+    def belongs_to(self, core: EngineCore) -> bool:
+        """Whether the engine is the one that holds its KV."""
+        return self._core is core
+
     def fan_out(self, children: Sequence[Child]) -> None:
         """Start children from the end of the path; for `expand` and `score`, which know how to end them."""
         with self._guard:
@@ -333,9 +335,10 @@ class Branch:
         with self._guard:
             path = self._idle_path()
             self._core.check_length(len(path.tokens), new_tokens=1, name="the path")
-            self._request = self._core.request(path, params, keeps_path=True)
-            self._core.submit(self._request, sink)
-        return Progress(self._request.id, self._core.abort)
+            request = self._core.request(path, params, keeps_path=True)
+            self._core.submit(request, sink)
+            self._request = request
+        return Progress(request.id, self._core.abort)
 
     def _append(self, continuation: str | Sequence[int]) -> Future[None]:
         ids = self._encode(continuation, "continuation")
@@ -347,15 +350,10 @@ class Branch:
 
         return self._core.call(extend)
 
-    def _forks(self, index: int | None, n: int) -> Future[list[Branch]]:
+    def _forks(self, size_of: Callable[[Path], int], n: int) -> Future[list[Branch]]:
         def fork() -> list[Branch]:
             path = self._live_path()
-            size = len(path.tokens) if index is None else index
-            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= len(path.tokens):
-                raise InvalidRequest(
-                    f"index must be a whole number from 1 to the path's length of {len(path.tokens)}, not {index!r}",
-                    field="index",
-                )
+            size = size_of(path)
             # Made here, so that branches which nobody waits for any more are collected, and released.
             return [Branch(self._core, self._core.paths.fork(path, size)) for _ in range(n)]
 
@@ -364,7 +362,7 @@ class Branch:
     def _score_children(
         self, continuations: Sequence[str | Sequence[int]], make_sink: Callable[[], Sink]
     ) -> list[Child]:
-        if isinstance(continuations, str) or not len(continuations):
+        if not is_list(continuations) or not len(continuations):
             raise InvalidRequest("continuations must be a list of one or more", field="continuations")
         encoded = [self._encode(each, f"continuations[{index}]") for index, each in enumerate(continuations)]
         for index, ids in enumerate(encoded):
@@ -426,6 +424,19 @@ class Branch:
         return encode_continuation(continuation, core.tokenizer, vocab_size=core.model.vocab_size, name=name)
 
 
+def _whole(path: Path) -> int:
+    return len(path.tokens)
+
+
+def _checked_index(index: object, path: Path) -> int:
+    if isinstance(index, bool) or not isinstance(index, int) or not 1 <= index <= len(path.tokens):
+        raise InvalidRequest(
+            f"index must be a whole number from 1 to the path's length of {len(path.tokens)}, not {index!r}",
+            field="index",
+        )
+    return index
+
+
 def _next_tokens(child: Child, result: Completion) -> list[tuple[int, float]]:
     if child.candidate_ids:
         return list(zip(child.candidate_ids, result.candidate_logprobs, strict=True))
@@ -452,33 +463,3 @@ def branch_from_dict(core: EngineCore, state: Mapping[str, Any]) -> Branch:
     )
     namespace = Namespace(salt=state["salt"], adapter=state["adapter"])
     return Branch(core, core.new_path(tokens, namespace, name="token_ids"))
-
-
-def check_count(name: str, value: object) -> None:
-    """Check a number of branches.
-
-    Raises:
-        InvalidRequest: It is not a whole number from 1 to 100,000.
-    """
-    good = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_FORKS
-    if not good:
-        raise InvalidRequest(
-            f"{name} must be a whole number from 1 to {MAX_FORKS:,}, not {value!r}", field=name
-        )
-
-
-def check_expansion(core: EngineCore, n: object, params: SamplingParams | None) -> SamplingParams:
-    """Check the arguments of `expand`.
-
-    Raises:
-        InvalidRequest: One is wrong.
-    """
-    check_count("n", n)
-    params = core.checked(params)
-    if params.n != 1:
-        raise InvalidRequest("expand takes the number of children by itself; leave params.n at 1", field="n")
-    if params.prompt_logprobs is not None:
-        raise InvalidRequest(
-            "expand gives no prompt_logprobs; use score, or generate", field="prompt_logprobs"
-        )
-    return params

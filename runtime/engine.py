@@ -225,7 +225,7 @@ class Engine:
         Leaving the loop early aborts and releases the rest.
 
         Raises:
-            InvalidRequest: `n`, a parameter or a branch's length is wrong; nothing has been started then.
+            InvalidRequest: `n`, a parameter, a branch or its length is wrong; nothing has been started then.
             PhloemError: A child failed; the others have been aborted and released.
         """
         return expand(self._core, branches, n, params)

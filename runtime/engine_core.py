@@ -27,6 +27,7 @@ from phloem.runtime.request import Cohort, Request
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.tokenizer import Tokenizer
 
+MAX_FORKS = 100_000
 MAX_TIMEOUT_S = 1_000_000_000
 
 Value = TypeVar("Value")
@@ -165,6 +166,7 @@ class EngineCore:
                 index=index,
                 sink=sink,
                 max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+                max_len=self.max_model_len,
                 constraint=self.constraint(params),
                 keeps_path=keeps_path,
                 deadline_s=deadline(timeout_s),
@@ -216,10 +218,7 @@ class EngineCore:
 
     def drop(self, children: Iterable[Child]) -> None:
         """Abort children that nobody waits for any more, and give back their paths. Does not wait."""
-        for child in children:
-            self.loop.abort(child.request_id)
-            if child.request is not None:
-                self.loop.release(child.request.path)
+        self.loop.drop(list(children))
 
     def seed_of(self, params: SamplingParams) -> int:
         """Return the seed that was asked for, or a random one."""
@@ -241,3 +240,33 @@ def deadline(timeout_s: float | None) -> float | None:
             field="timeout_s",
         )
     return time.monotonic() + timeout_s
+
+
+def check_count(name: str, value: object) -> None:
+    """Check a number of branches.
+
+    Raises:
+        InvalidRequest: It is not a whole number from 1 to 100,000.
+    """
+    good = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_FORKS
+    if not good:
+        raise InvalidRequest(
+            f"{name} must be a whole number from 1 to {MAX_FORKS:,}, not {value!r}", field=name
+        )
+
+
+def check_expansion(core: EngineCore, n: object, params: SamplingParams | None) -> SamplingParams:
+    """Check the arguments of `expand`.
+
+    Raises:
+        InvalidRequest: One is wrong.
+    """
+    check_count("n", n)
+    params = core.checked(params)
+    if params.n != 1:
+        raise InvalidRequest("expand takes the number of children by itself; leave params.n at 1", field="n")
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "expand gives no prompt_logprobs; use score, or generate", field="prompt_logprobs"
+        )
+    return params

@@ -19,8 +19,16 @@ from typing import TypeVar
 import torch
 
 from phloem.runtime.batch import Batch
-from phloem.runtime.errors import CacheFull, EngineClosed, GrammarError, InvalidRequest, QueueFull, StepFailed
-from phloem.runtime.fan_out import Child, FanOut, first_ids
+from phloem.runtime.errors import (
+    CacheFull,
+    EngineClosed,
+    GrammarError,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    StepFailed,
+)
+from phloem.runtime.fan_out import Child, FanOut, check_room, fail, first_ids
 from phloem.runtime.in_flight import InFlight, Launcher
 from phloem.runtime.model_runner import ModelRunner, RowResult
 from phloem.runtime.output import OutputStream
@@ -111,6 +119,11 @@ class EngineLoop:
         with contextlib.suppress(EngineClosed):
             self._post(lambda: self._abort(request_id))
 
+    def drop(self, children: Sequence[Child]) -> None:
+        """Abort children, and give back their paths, also of those that start meanwhile. Does not wait; nothing happens after close."""
+        with contextlib.suppress(EngineClosed):
+            self._post(lambda: self._drop(children))
+
     def call(self, function: Callable[[], Value]) -> Future[Value]:
         """Run a function in the engine's thread, between two steps.
 
@@ -139,6 +152,7 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         """Counters of the loop and of what it owns. Only for the engine's thread: go through `call`."""
+        self.scheduler.paths.cache.expire()  # an idle engine has no steps in which leases end
         return EngineStats(
             cache=self.scheduler.paths.cache.stats(),
             kept_tails=len(self.scheduler.paths.tails),
@@ -328,7 +342,8 @@ class EngineLoop:
 
     def _add(self, stream: OutputStream) -> None:
         request = stream.request
-        if request.keeps_path and self.scheduler.is_busy(request.path):
+        if request.keeps_path and (self.scheduler.is_busy(request.path) or request.output_ids):
+            # Also when another thread appended to the branch while this request was made for it as it was.
             request.phase = Phase.FINISHED
             stream.fail(InvalidRequest("the branch is busy; wait for the end, or fork it", field="branch"))
             return
@@ -360,6 +375,11 @@ class EngineLoop:
                 stream.expire()
 
     def _fan_out(self, path: Path, children: Sequence[Child], *, keeps_path: bool) -> None:
+        try:
+            check_room(children, len(path.tokens))
+        except PromptTooLong as error:
+            fail(children, error)
+            return
         paths = self.scheduler.paths
         fork = not keeps_path or self.scheduler.is_busy(path)
         source = paths.fork(path, len(path.tokens)) if fork else path
@@ -416,6 +436,12 @@ class EngineLoop:
             self._stream_of(child, Path(source.namespace, source.tokens[:]), {}).abort()
             self._stop_if_unwanted(source)
 
+    def _drop(self, children: Sequence[Child]) -> None:
+        for child in children:
+            self._abort(child.request_id)
+            if child.request is not None:
+                self.scheduler.paths.release(child.request.path)
+
     def _stop_if_unwanted(self, source: Path) -> None:
         """Stop computing a path for children of which none is left."""
         if any(path is source for _, path in self._unstarted.values()):
@@ -429,7 +455,9 @@ class EngineLoop:
 
     def _end_all(self, error: Exception) -> None:
         for request_id in list(self._streams):
-            self._streams.pop(request_id).fail(error)
+            stream = self._streams.pop(request_id)
+            stream.request.phase = Phase.FINISHED
+            stream.fail(error)
 
 
 def _run_into(future: Future[Value], function: Callable[[], Value]) -> None:

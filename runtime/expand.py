@@ -9,11 +9,12 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
-from phloem.runtime.branch import Branch, check_expansion
-from phloem.runtime.engine_core import EngineCore
+from phloem.runtime.branch import Branch
+from phloem.runtime.engine_core import EngineCore, check_expansion
 from phloem.runtime.errors import InvalidRequest
 from phloem.runtime.fan_out import Child
 from phloem.runtime.generation import AsyncGeneration, AsyncSink, Item, Progress
+from phloem.runtime.prompts import is_list
 from phloem.runtime.sampling_params import SamplingParams
 
 Event = tuple["ChildSink", Item]
@@ -79,13 +80,13 @@ class Expansion:
         """Start n children of a branch, numbered from `first`; child i draws from (seed, i). Return the family's number.
 
         Raises:
-            InvalidRequest: `n`, `first` or a parameter is wrong.
+            InvalidRequest: `branch` is of another engine, or `n`, `first` or a parameter is wrong.
             PromptTooLong: The path leaves no room for a token more.
         """
         params = check_expansion(self._core, n, params)
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
             raise InvalidRequest(f"first must be a whole number of at least 0, not {first!r}", field="first")
-        self._core.check_length(len(branch), new_tokens=1, name="the path")
+        _check_branches(self._core, [branch])
         sinks = [ChildSink(self._events) for _ in range(n)]
         children = self._core.children(len(branch), params, sinks, keeps_path=True, first=first)
         family = next(self._families)
@@ -105,6 +106,7 @@ class Expansion:
             sink, item = self._events.get()
             expected = self._expected.pop(sink)
             if isinstance(item, Exception):
+                self._core.drop([expected.child])
                 raise item
             request = expected.child.request
             assert request is not None
@@ -126,8 +128,7 @@ def expand(
     closed, or fails, is aborted and released.
     """
     params = check_expansion(core, n, params)
-    for index, branch in enumerate(branches):
-        core.check_length(len(branch), new_tokens=1, name=f"branches[{index}]")
+    _check_branches(core, branches)
     return _run(core, branches, n, params)
 
 
@@ -144,8 +145,7 @@ async def aexpand(
 ) -> AsyncIterator[Branch]:
     """Do as `expand`, for an event loop."""
     params = check_expansion(core, n, params)
-    for index, branch in enumerate(branches):
-        core.check_length(len(branch), new_tokens=1, name=f"branches[{index}]")
+    _check_branches(core, branches)
     left: dict[str, Child] = {}
 
     async def result(branch: Branch, child: Child, sink: AsyncSink) -> tuple[Child, Branch]:
@@ -171,6 +171,26 @@ async def aexpand(
         for each in tasks:
             each.cancel()
         core.drop(left.values())
+
+
+def _check_branches(core: EngineCore, branches: Sequence[Branch]) -> None:
+    """Check what is to be expanded.
+
+    Raises:
+        InvalidRequest: They are no list of branches of this engine.
+        PromptTooLong: A path leaves no room for a token more.
+    """
+    if not is_list(branches):
+        raise InvalidRequest(
+            f"branches must be a list of branches, not {type(branches).__name__}", field="branches"
+        )
+    for index, branch in enumerate(branches):
+        name = f"branches[{index}]"
+        if not isinstance(branch, Branch):
+            raise InvalidRequest(f"{name} must be a Branch, not {type(branch).__name__}", field=name)
+        if not branch.belongs_to(core):
+            raise InvalidRequest(f"{name} belongs to another engine, which holds its KV", field=name)
+        core.check_length(len(branch), new_tokens=1, name=name)
 
 
 def _drop(core: EngineCore, expected: dict[ChildSink, _Expected]) -> None:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phloem.runtime.errors import BranchReleased
+from phloem.runtime.errors import BranchReleased, PromptTooLong
 from phloem.runtime.generation import Item, Sink
 from phloem.runtime.grammar import Constraint
 from phloem.runtime.path import Path
@@ -25,6 +25,9 @@ class Child:
     sink: Sink
     max_new_tokens: int
     """Tokens to generate; 0 to compute and score only."""
+
+    max_len: int
+    """Longest that its path may get, all included: the parent may have grown since the child was made."""
 
     appended: array[int] = field(default_factory=lambda: array("i"))
     """Tokens between the end of the path and what is generated."""
@@ -54,7 +57,7 @@ class Child:
             path=fork,
             params=self.params,
             seed=self.seed,
-            max_len=len(fork.tokens) + self.max_new_tokens,
+            max_len=min(self.max_len, len(fork.tokens) + self.max_new_tokens),
             child_index=self.index,
             logits_from=parent_len - (not first_is_scored) if self.is_scored else None,
             candidate_ids=self.candidate_ids,
@@ -63,6 +66,20 @@ class Child:
             deadline_s=self.deadline_s,
         )
         return self.request
+
+
+def check_room(children: Sequence[Child], path_len: int) -> None:
+    """Check that every child fits after a path of so many tokens.
+
+    Raises:
+        PromptTooLong: One does not.
+    """
+    for child in children:
+        needed = len(child.appended) + (child.max_new_tokens > 0)
+        if path_len + needed > child.max_len:
+            raise PromptTooLong(
+                f"the path has {path_len} tokens by now, and {needed} more would exceed the limit of {child.max_len}"
+            )
 
 
 def first_ids(children: Sequence[Child]) -> tuple[int, ...]:
@@ -90,9 +107,9 @@ class FanOut:
         # Those that were aborted meanwhile have had their end.
         waiting = [child for child in self._children if child.request is None]
         if isinstance(item, Exception):
-            _fail(waiting, item)
+            fail(waiting, item)
         elif item.completion is not None and item.completion.finish_reason == "abort":
-            _fail(waiting, BranchReleased("the branch was released before its children could start"))
+            fail(waiting, BranchReleased("the branch was released before its children could start"))
         elif item.completion is not None:
             logprobs = item.completion.candidate_logprobs
             firsts = dict(zip(first_ids(self._children), logprobs, strict=True))
@@ -103,6 +120,7 @@ class FanOut:
         self._on_end()
 
 
-def _fail(children: Sequence[Child], error: Exception) -> None:
+def fail(children: Sequence[Child], error: Exception) -> None:
+    """End children that have not started with an error."""
     for child in children:
         child.sink.put(error)

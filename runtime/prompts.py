@@ -62,6 +62,11 @@ def encode_continuation(
     return _checked_ids(ids, vocab_size, name)
 
 
+def is_list(values: object) -> bool:
+    """Whether something is a list of things, and no text."""
+    return isinstance(values, (Sequence, np.ndarray)) and not isinstance(values, (str, bytes, bytearray))
+
+
 def _checked_ids(ids: Sequence[int], vocab_size: int, name: str) -> array[int]:
     if isinstance(ids, np.ndarray):
         ids = ids.tolist()

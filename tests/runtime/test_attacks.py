@@ -107,7 +107,7 @@ def test_an_output_that_fails_ends_its_request_alone(
         ({"eviction_policy": object()}, "eviction_policy"), ({"eviction_policy": None}, "eviction_policy"),
         ({"eviction_policy": "x"}, "lru"), ({"block_size": 16.0}, "block_size"), ({"block_size": True}, "block_size"),
         ({"num_threads": 10**6}, "num_threads"), ({"prefix_cache": "no"}, "prefix_cache"),
-        ({"deterministic": None}, "deterministic"), ({"max_model_len": 10**9}, "beyond the model's context"),
+        ({"deterministic": "yes"}, "deterministic"), ({"max_model_len": 10**9}, "beyond the model's context"),
         ({"config": 5}, "EngineConfig"),
     ],
 )  # fmt: skip
