@@ -18,6 +18,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
         ("constrained", ['{"city": "', "forced by the schema"]),
         ("game_of_24", ["1 1 11 11: ", "flowchart TD", "prompt tokens came from the cache"]),
         ("best_of_n", ["votes: {", "best:", "self-consistency: ", "prompt tokens came from the cache"]),
+        ("react_agent", ["Thought: I have to multiply", "Observation: 391", "prompt tokens computed"]),
+        ("chat_branches", ["main: ", "fork of turn 1: ", "loaded: ", "prompt tokens reused"]),
         ("treequest_search", ["20 states", "prompt tokens came from the cache"]),
         ("fewshot_select", ["of 10 right", "of them from the cache", "[0] select answer"]),
         ("fork_join", ["For the shops, it means that", "All in all,", "[0.2] gen view"]),
