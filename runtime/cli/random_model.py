@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ LLAMA_1B: dict[str, Any] = {
 """The shape of Llama 3.2 1B, with a shorter context."""
 
 _STD = 0.02
+_NUM_DRAWN = (1 << 22) + 15
+"""No multiple of a row's length, so that rows differ."""
 
 
 def llama_1b() -> ModelConfig:
@@ -51,11 +54,9 @@ def write_random_model(directory: Path, config: dict[str, Any]) -> Path:
     from phloem.runtime.models.weights import expected_shapes
 
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    generator = torch.Generator().manual_seed(0)
+    noise = (torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0)) * _STD).bfloat16()
     weights = {
-        name: torch.ones(shape, dtype=torch.bfloat16)
-        if len(shape) == 1
-        else torch.empty(shape, dtype=torch.bfloat16).normal_(std=_STD, generator=generator)
+        name: torch.ones(shape, dtype=torch.bfloat16) if len(shape) == 1 else _filled(shape, noise)
         for name, shape in expected_shapes(parse_model_config(config, generation={})).items()
     }
     save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
@@ -63,6 +64,12 @@ def write_random_model(directory: Path, config: dict[str, Any]) -> Path:
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
     return directory
+
+
+def _filled(shape: tuple[int, ...], noise: torch.Tensor) -> torch.Tensor:
+    """The noise over and over: drawing every value would take longer than all the rest."""
+    size = math.prod(shape)
+    return noise.repeat(-(-size // len(noise)))[:size].view(shape)
 
 
 def _byte_tokenizer() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
@@ -113,6 +114,7 @@ def run_programs(lab: Lab, limits: Limits, *, seconds: float, at_least: int) -> 
             return total
         print(f"program {seed}")  # what pytest shows of a failure
         total.add(run_program(lab, seed, limits))
+        gc.collect()  # engines' memory on a device, which is in cycles of references
     raise AssertionError("endless")
 
 
