@@ -71,7 +71,7 @@ class Program:
     def stream(self, engine: Engine, *args: Any, **kwargs: Any) -> Iterator[Piece]:
         """Run the program, and yield what it generates as it comes; the last piece has the `run`.
 
-        It begins with the first `next`; leaving the loop early ends it.
+        Of a `gen` with `n` above 1, nothing is yielded. The run begins with the first `next`; leaving the loop early ends it.
 
         Raises:
             Exception: As `run`.

@@ -34,10 +34,14 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place of one state to go back to."""
+    """A place to go back to."""
 
-    state: State
     length: int
+    """In tokens."""
+
+    fingerprint: int
+    """Of the tokens before the seam."""
+
     seam: tuple[int, ...]
     """The text's tokens before `length` which the next generation may have tokenised anew."""
 
@@ -280,23 +284,25 @@ class State:
         with located():
             self._path.check()
         seam = tuple(self._path.seam())
-        return Mark(self, len(self), seam, dict(self._captures), dict(self._completions))
+        fingerprint = self._path.fingerprint(len(self) - len(seam))
+        return Mark(len(self), fingerprint, seam, dict(self._captures), dict(self._completions))
 
     def rewind(self, mark: Mark) -> None:
         """Go back to a mark: what was appended, generated and captured since is forgotten. Its KV stays cached.
 
+        The mark may be the parent's, from before the fork.
+
         Raises:
-            ProgramError: The mark is another state's, or what it marks is gone since an earlier `rewind`.
+            ProgramError: The path does not begin with the marked tokens, or not any more since an earlier `rewind`.
         """
         with self._step("rewind"):
-            kept = mark.length - len(mark.seam)
-            if mark.state is not self:
-                raise ProgramError("the mark is of another state; each fork has its own")
-            if kept > len(self):
-                raise ProgramError(
-                    f"the mark is at token {mark.length}, and the state was rewound to {len(self)} since; mark again"
-                )
             self._path.check()
+            kept = mark.length - len(mark.seam)
+            if kept > len(self) or self._path.fingerprint(kept) != mark.fingerprint:
+                raise ProgramError(
+                    f"the state's path does not begin with the {mark.length} tokens that were marked: it went back further "
+                    "since, or the mark is another state's; mark again"
+                )
             self._path.cut(kept)
             self._path.append(mark.seam, is_text=True)
             self._captures, self._completions = dict(mark.captures), dict(mark.completions)

@@ -41,7 +41,7 @@ def test_a_program_gives_what_the_engine_gives(tiny_engine: Engine) -> None:
     assert done.text.startswith("<|bos|>the quick")
 
 
-def test_text_is_encoded_alone_and_what_was_generated_is_never_encoded_again(tiny_engine: Engine) -> None:
+def test_b36_text_is_encoded_alone_and_what_was_generated_is_never_encoded_again(tiny_engine: Engine) -> None:
     seen = {}
 
     def twice(s: State) -> None:
@@ -135,7 +135,7 @@ def test_errors_name_the_line_of_the_program(tiny_engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("by", ["sum", "mean", "greedy", "pmi"])
-def test_select_keeps_the_winner_whatever_the_order(tiny_engine: Engine, by: str) -> None:
+def test_b39_select_keeps_the_winner_whatever_the_order(tiny_engine: Engine, by: str) -> None:
     options = [" red", " green", " blue", " bluer", "blue"]
 
     def choose(s: State, options: list[str]) -> dict[str, float]:
@@ -355,23 +355,33 @@ def test_mark_and_rewind(tiny_engine: Engine) -> None:
 
 
 def test_marks_that_are_gone_or_of_another_state(tiny_engine: Engine) -> None:
-    def gone(s: State) -> None:
+    def gone(s: State, more: str) -> None:
         s += TEXT
         early = s.mark()
-        s.gen(**GREEDY)
+        s += "x" * 20
         late = s.mark()
         s.rewind(early)
+        s += more
         s.rewind(late)
 
     def others(s: State) -> None:
-        s += TEXT
-        with s.fork(1) as kids:
-            kids[0].rewind(s.mark())
+        with s.fork(["a" * 20, "b" * 20]) as kids:
+            kids[0].rewind(kids[1].mark())
 
-    with pytest.raises(ProgramError, match="rewound to 44 since"):
-        run(tiny_engine, gone)
-    with pytest.raises(ProgramError, match="each fork has its own"):
+    def parents(s: State) -> str:
+        s += TEXT
+        mark = s.mark()
+        with s.fork([" one"]) as kids:
+            kids[0].gen(**GREEDY)
+            kids[0].rewind(mark)
+            return kids[0].render()
+
+    for more in ("", "y" * 40):
+        with pytest.raises(ProgramError, match="does not begin with the 64 tokens that were marked"):
+            run(tiny_engine, gone, more)
+    with pytest.raises(ProgramError, match="the 21 tokens that were marked"):
         run(tiny_engine, others)
+    assert run(tiny_engine, parents).value == f"<|bos|>{TEXT}"
 
 
 def test_a_pin_outlives_the_run(tiny_path: Path) -> None:

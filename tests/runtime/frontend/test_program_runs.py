@@ -1,6 +1,7 @@
 """Running programs: once, in an event loop, as a stream, over many inputs; what ends with them, and what they leave."""
 
 import asyncio
+import io
 import json
 import threading
 from pathlib import Path
@@ -137,13 +138,16 @@ def ask(s, number, of="inputs"):
 
 
 def test_map_gives_the_runs_in_order_and_computes_what_they_share_once(tiny_path: Path) -> None:
-    inputs = [f"input number {number}" for number in range(40)]
-    with Engine(tiny_path, dtype="float32", num_blocks=512) as engine:
-        runs = ask.map(engine, inputs, concurrency=8)
-        distinct = len(SHARED) + 1 + sum(len(f"{each} inputs") for each in inputs)
-        computed = sum(each.usage.computed_tokens for each in runs)
-        assert [each["answer"] for each in runs] == [ask.run(engine, each)["answer"] for each in inputs]
-    assert distinct - 39 * 15 <= computed <= distinct, "twins of the numbers' beginnings are shared too"
+    inputs = [f"{number} of a thousand" for number in range(10, 1010)]
+    with Engine(tiny_path, dtype="float32", num_blocks=4096) as engine:
+        runs = ask.map(engine, inputs, concurrency=16)
+        shared = len(SHARED) + 1
+        assert sum(each.usage.prompt_tokens for each in runs) > 1000 * (shared + 20)
+        assert sum(each.usage.computed_tokens for each in runs) < shared + sum(
+            len(f"{each} inputs") for each in inputs
+        )
+        for number in (0, 1, 500, 999):
+            assert runs[number].captures == ask.run(engine, inputs[number]).captures
 
 
 def test_map_takes_single_arguments_tuples_and_mappings(tiny_engine: Engine) -> None:
@@ -197,6 +201,25 @@ def test_amap_is_map_for_an_event_loop(tiny_engine: Engine) -> None:
         with pytest.raises(ZeroDivisionError):
             asyncio.run(each.amap(tiny_engine, [1, 2, 3, 4], on_error="raise"))
     assert [one.captures for one in aask.map(tiny_engine, [1, 2])] == [one.captures for one in expected[:2]]
+
+
+class Terminal(io.StringIO):
+    """What standard error is at a desk."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_progress_bar_on_a_terminal_only(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, progress, is_shown in (
+        (Terminal(), True, True),
+        (Terminal(), False, False),
+        (io.StringIO(), True, False),
+    ):
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        ask.map(tiny_engine, [1, 2], progress=progress)
+        assert ("ask" in stream.getvalue()) is is_shown
 
 
 @pytest.mark.parametrize(
