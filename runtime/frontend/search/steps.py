@@ -38,6 +38,8 @@ class Sample:
             raise InvalidRequest(
                 f"params must be SamplingParams, not {type(self.params).__name__}", field="params"
             )
+        if self.params.max_tokens == 0:
+            raise InvalidRequest("a step has at least one token; max_tokens is 0", field="max_tokens")
         if self.params.seed is not None:
             raise InvalidRequest("a step's draws come from the seed of its SearchTree; set it there", field="seed")  # fmt: skip
         if self.params.n != 1 or self.params.prompt_logprobs is not None:

@@ -228,6 +228,7 @@ def test_bad_input_is_refused_with_its_name(engine: Engine) -> None:
             "n": lambda: sample(0),
             "seed": lambda: sample(2, seed=1),
             "params": lambda: sample(2, prompt_logprobs=0),
+            "max_tokens": lambda: sample(2, max_tokens=0),
             "keep": lambda: breadth_first(tree, sample(2), worth, keep=0, depth=2),
             "depth": lambda: dvts(tree, sample(2), worth, depth=True),
             "width": lambda: beam(tree, sample(2), worth, width=1.5, depth=2),  # type: ignore[arg-type]
