@@ -12,6 +12,8 @@ from phloem.kernels.plan import AttentionPlan
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of KV and of queries that the kernel has code for."""
 MAX_HEAD_DIM = 512
+MAX_PARTIAL_BYTES = 1 << 29
+"""Memory for the results of spans; what needs more is computed row by row, with the same bits."""
 
 
 class _Arguments(ctypes.Structure):
@@ -40,6 +42,7 @@ class NativeBackend:
         *,
         library: ctypes.CDLL,
         num_threads: int | None = None,
+        max_partial_bytes: int = MAX_PARTIAL_BYTES,
     ) -> None:
         """Bind the kernel to a store.
 
@@ -48,6 +51,7 @@ class NativeBackend:
             store: Its KV, float32 or bfloat16, in CPU memory.
             library: What `native_build.load_library` gives.
             num_threads: Threads per call; None follows torch.get_num_threads().
+            max_partial_bytes: Memory for the results of spans, beside the store.
 
         Raises:
             ValueError: a store that does not fit the spec, or a shape that the kernel has no code for.
@@ -68,7 +72,11 @@ class NativeBackend:
             function.argtypes, function.restype = (ctypes.c_int32,), ctypes.c_int64
         self._scratch_floats: int = library.phloem_scratch_floats(spec.head_dim)
         self._partial_floats: int = library.phloem_partial_floats(spec.head_dim)
-        self._limits = Limits(tile_rows=library.phloem_tile_rows(), span_keys=library.phloem_span_keys())
+        self._limits = Limits(
+            tile_rows=library.phloem_tile_rows(),
+            span_keys=library.phloem_span_keys(),
+            max_kept=max_partial_bytes // (4 * self._partial_floats * spec.num_kv_heads),
+        )
         self._scratch = torch.empty(0)
         self._partials = torch.empty(0)
         self._arguments = _Arguments()

@@ -7,7 +7,8 @@ A *query row* is one head of one token, numbered token * group_size + head of th
     shared tiles    query rows of all plan rows of a group, over the whole spans that the group shares
 
 An *item* is one span of a tile, computed first, its result kept until the own tiles merge theirs in span order. All spans of a shared
-tile are items; where there are too few own tiles to keep the threads busy, all of their other spans are, too.
+tile are items; where there are too few own tiles to keep the threads busy, all of their other spans are, too. What would need more
+memory for results than there may be is computed in the own tiles, one row after the other.
 """
 
 from collections.abc import Iterator
@@ -27,12 +28,14 @@ _TILES_PER_THREAD = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the kernel was compiled with."""
+    """What the kernel was compiled with, and what it may use."""
 
     tile_rows: int
     """Query rows of a tile, at most."""
     span_keys: int
     """Keys of a span."""
+    max_kept: int
+    """Results that may be kept at a time, counted as spans times query rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +123,10 @@ def cut(plan: AttentionPlan, limits: Limits, *, group_size: int, num_kv_heads: i
     if num_threads > 1 and len(own.row) * num_kv_heads < num_threads * _TILES_PER_THREAD:
         last_token = (own.begin + own.count - 1) // group_size - (first_query_row // group_size)[own.row]
         num_spans = (kv_lens - counts)[own.row] + last_token
-        items.append(_rest(kept[own.row], num_spans // limits.span_keys + 1))
-        kept = -(-kv_lens // limits.span_keys)
+        all_spans = -(-kv_lens // limits.span_keys)
+        if int((all_spans * num_query_rows).sum()) <= limits.max_kept:
+            items.append(_rest(kept[own.row], num_spans // limits.span_keys + 1))
+            kept = all_spans
     return _arrays(query_rows, [own, shared], items, kept=kept, counts=counts)
 
 
@@ -142,14 +147,20 @@ def _tiles(rows: IntArray, num_query_rows: IntArray, begins: IntArray, tile_rows
 def _regions(plan: AttentionPlan, num_query_rows: IntArray, limits: Limits) -> Iterator[_Region]:
     """Yield what the plan's groups share in whole spans, each span in the widest group that shares it.
 
-    A row that fills tiles by itself gains nothing from company, and is left out.
+    A row that fills tiles by itself gains nothing from company, and is left out. The widest groups share until the memory for
+    results is used up.
     """
+    left = limits.max_kept
     done = dict.fromkeys(np.flatnonzero(num_query_rows < limits.tile_rows).tolist(), 0)
     for group in plan.groups:
         rows = tuple(row for row in group.rows if row in done)
-        end = group.num_shared_blocks * plan.block_size // limits.span_keys
-        if len(rows) > 1 and end > done[rows[0]]:
-            yield _Region(rows, done[rows[0]], end)
+        if len(rows) < 2:
+            continue
+        begin, size = done[rows[0]], int(num_query_rows[list(rows)].sum())
+        end = min(group.num_shared_blocks * plan.block_size // limits.span_keys, begin + left // size)
+        if end > begin:
+            left -= (end - begin) * size
+            yield _Region(rows, begin, end)
             done.update(dict.fromkeys(rows, end))
 
 

@@ -1,5 +1,7 @@
 """Rows that share a prefix attend to it together, and no bit of a result tells so."""
 
+import os
+
 import pytest
 import torch
 from attention_paths import KERNELS, TOLERANCE, Chunk, Paths, error
@@ -9,9 +11,11 @@ from hypothesis import strategies as st
 from phloem.kernels.attention import AttentionSpec
 from phloem.kernels.cpu_native import NativeBackend
 from phloem.kernels.cpu_work import Limits, cut
+from phloem.kernels.native_build import load_library
 from phloem.kernels.plan import AttentionPlan, PlanRow
 
 SPEC = AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=64, num_layers=1)
+LIMITS = Limits(tile_rows=64, span_keys=256, max_kept=10**6)
 Forest = tuple[Paths, list[int], list[int]]
 """Paths, the parent of each (itself: none), and how many tokens they share."""
 
@@ -112,7 +116,7 @@ def test_every_shared_span_is_computed_once_for_all_rows() -> None:
     rows = [PlanRow([*root, 1000 + row], 128 * 16, 1) for row in range(32)]
     rows += [PlanRow([*root[:64], 2000 + row], 64 * 16, 1) for row in range(32)]
     plan = AttentionPlan.from_rows(rows, block_size=16)
-    work = cut(plan, Limits(tile_rows=64, span_keys=256), group_size=3, num_kv_heads=2, num_threads=2)
+    work = cut(plan, LIMITS, group_size=3, num_kv_heads=2, num_threads=2)
     assert work.item_span.tolist() == [
         *[s for s in range(4) for _ in range(3)],
         *[s for s in range(4, 8) for _ in range(2)],
@@ -128,9 +132,53 @@ def test_rows_that_fill_tiles_alone_are_left_alone() -> None:
         for row, count in ((1, 60), (2, 60), (3, 1))
     ]
     plan = AttentionPlan.from_rows(rows, block_size=16)
-    work = cut(plan, Limits(tile_rows=64, span_keys=256), group_size=3, num_kv_heads=4, num_threads=1)
+    work = cut(plan, LIMITS, group_size=3, num_kv_heads=4, num_threads=1)
     assert work.item_span.tolist() == []
     assert work.num_partials == 0
+
+
+@pytest.mark.parametrize("num_threads", [1, 64])
+@pytest.mark.parametrize("count", [1, 15])
+@pytest.mark.parametrize("max_kept", [0, 500, 3000, 30_000])
+def test_what_is_kept_fits_the_memory_for_it(max_kept: int, count: int, num_threads: int) -> None:
+    """Two nested groups over a long prefix: without a limit, thirty scores over 32k tokens of an 8B model took a gigabyte."""
+    root = list(range(2048))
+    rows = [PlanRow([*root, 3000 + row], 2048 * 16, count) for row in range(20)]
+    rows += [PlanRow([*root[:1024], 4000 + row], 1024 * 16, count) for row in range(10)]
+    plan = AttentionPlan.from_rows(rows, block_size=16)
+    limits = Limits(tile_rows=64, span_keys=256, max_kept=max_kept)
+    work = cut(plan, limits, group_size=4, num_kv_heads=2, num_threads=num_threads)
+    assert work.num_partials * 4 <= max_kept
+    if max_kept > 30 * 4 * count:
+        assert work.tile_kept.min() > 0, "what there is memory for is shared"
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("max_partial_bytes", [0, 200_000, 400_000, 600_000])
+def test_little_memory_for_results_changes_no_bit(max_partial_bytes: int, num_threads: int) -> None:
+    paths = Paths(SPEC, [1100, *[1102] * 20, *[602] * 5])
+    for child in range(1, 21):
+        fork(paths, 0, child, 1100)
+    for child in range(21, 26):
+        fork(paths, 0, child, 600)
+    steps = [[(0, 0, 1100)], [(path, 1088, 12) for path in range(1, 21)]]
+    steps += [[(path, 592, 8) for path in range(21, 26)]]
+    steps += [[(path, paths.lengths[path] - 2, 2) for path in range(1, 26)]]
+    given_, wanted = (
+        paths.run(
+            NativeBackend(
+                SPEC,
+                paths.store(),
+                library=load_library(os.environ),
+                num_threads=num_threads,
+                max_partial_bytes=limit,
+            ),
+            steps,
+        )
+        for limit in (max_partial_bytes, 1 << 29)
+    )
+    for path in range(1, 26):
+        assert torch.equal(given_[path][:, -2:], wanted[path][:, -2:])
 
 
 def test_memory_beyond_the_shared_blocks_is_never_read() -> None:
