@@ -11,7 +11,11 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), 
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_the_programs_of_the_readme_run(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("smollm2_path")
+def test_the_programs_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # one of them writes a file
     # In one namespace, since later ones use what earlier ones imported.
     names: dict[str, object] = {}
     for block in BLOCKS:

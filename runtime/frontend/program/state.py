@@ -50,10 +50,11 @@ class Mark:
 
 
 class Turn:
-    """The assistant's open turn; leaving its `with` block closes it."""
+    """A turn of the assistant. If it is open, leaving its `with` block closes it."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, *, is_open: bool) -> None:
         self._state = state
+        self._is_open = is_open
 
     def __enter__(self) -> State:
         return self._state
@@ -61,7 +62,7 @@ class Turn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is None and self._is_open:
             self._state._close_turn()
 
 
@@ -121,12 +122,12 @@ class State:
         """Append an assistant's message; or, without text, open the turn, for `with s.assistant(): s.gen(...)`."""
         if text is not None:
             self._message("assistant", text)
-            return _ClosedTurn(self)
+            return Turn(self, is_open=False)
         with self._step("text", "assistant") as step:
             opening = self._scope.roles.opening(is_first=not self._path.ids)
             self._path.append(opening, is_text=False)
             step.tokens_in = len(opening)
-        return Turn(self)
+        return Turn(self, is_open=True)
 
     def render(self) -> str:
         """Return the exact prompt so far, special tokens included."""
@@ -425,13 +426,6 @@ class State:
 
     def _release(self) -> None:
         self._scope.release(self._path)
-
-
-class _ClosedTurn(Turn):
-    """A message that is complete: its `with` block adds nothing."""
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 def captured(captures: Mapping[str, Any], name: str) -> Any:

@@ -203,6 +203,41 @@ def test_amap_is_map_for_an_event_loop(tiny_engine: Engine) -> None:
     assert [one.captures for one in aask.map(tiny_engine, [1, 2])] == [one.captures for one in expected[:2]]
 
 
+@program
+def everything(s, number):
+    s += SHARED
+    mark = s.mark()
+    s += f"{number} "
+    s.gen("drawn", seed=number, max_tokens=9, ignore_eos=True)
+    s.select("chosen", [" red", " green", " blue"], by="pmi")
+    with s.fork([" a", " bb", " ccc"]) as kids:
+        kids.gen("kid", seed=number, max_tokens=7, ignore_eos=True)
+        s["kids"] = kids["kid"]
+        s.adopt(kids[number % 3])
+    s.gen("several", n=2, seed=1, max_tokens=5, ignore_eos=True)
+    s["long"] = s.token_ids
+    s.rewind(mark)
+    s.gen("rewound", **GREEDY)
+    return s["rewound"]
+
+
+def test_answers_are_those_of_a_cold_engine_also_when_memory_is_short(tiny_path: Path) -> None:
+    def outcomes(runs: list[Run]) -> list[tuple[object, ...]]:
+        return [(run.value, run.captures, run.token_ids) for run in runs]
+
+    options = {"dtype": "float32", "max_model_len": 256}
+    with Engine(tiny_path, num_blocks=1024, prefix_cache=False, **options) as cold:
+        expected = outcomes(everything.map(cold, range(6), concurrency=1))
+        assert cold.stats().cache.hit_tokens == 0
+    with Engine(tiny_path, num_blocks=24, **options) as warm:
+        assert outcomes(everything.map(warm, range(6), concurrency=6)) == expected
+        stats = warm.stats()
+        warm.check()
+    assert stats.cache.evictions > 0, "or memory was not short"
+    assert stats.cache.hits > 20
+    assert stats.cache.locked == 0
+
+
 class Terminal(io.StringIO):
     """What standard error is at a desk."""
 
