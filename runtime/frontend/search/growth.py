@@ -75,7 +75,8 @@ class Growth:
     def add(self, node: Node) -> bool:
         """Let a node grow the children that it lacks. False when the budget does not hold that; nothing changes then."""
         if isinstance(self._step, Sample):
-            return self._add(node, self._step.n - len(node.children))
+            lacking = self._step.n - len(node.children)
+            return lacking <= 0 or self._add(node, lacking)
         nodes_left = self._tree.ledger.nodes_left
         return (nodes_left is None or nodes_left > 0) and self._add(node, 0)
 

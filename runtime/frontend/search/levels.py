@@ -72,7 +72,7 @@ def dvts(tree: SearchTree, step: Step, value: Value | Callable[[Node], float], *
         if not tree.root.children:
             growth.add(tree.root)
             growth.run()
-        ends = [_greedy_end(tree, child) for child in tree.root.children]
+        ends = [end for child in tree.root.children if (end := _greedy_end(tree, child)) is not None]
         while all([growth.add(node) for node in ends if _goes_on(node, depth)]):  # noqa: C419 - add them all
             ends = []
             for family in growth:
@@ -124,10 +124,12 @@ def _prune_worst(tree: SearchTree, nodes: Sequence[Node], keep: int) -> None:
         tree.prune(node)
 
 
-def _greedy_end(tree: SearchTree, node: Node) -> Node:
-    """Return the end of the line of best nodes."""
+def _greedy_end(tree: SearchTree, node: Node) -> Node | None:
+    """Return the end of the line of best nodes; None when it is a dead end."""
     while node.children:
         left = [child for child in node.children if not child.is_pruned]
+        if not left:
+            return None
         _prune_worst(tree, left, 1)
         node = next(child for child in left if not child.is_pruned)
     return node

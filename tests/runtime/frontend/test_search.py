@@ -1,12 +1,13 @@
 """The searches on a tiny random model: what they find, and that every token is computed once."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from search_trees import PROMPT, distinct_tokens, make_engine, sample, shape, tokens_of, worth
 
-from phloem.runtime import Engine, InvalidRequest
+from phloem.runtime import Engine, EngineClosed, InvalidRequest
 from phloem.runtime.frontend.search import (
     Node,
     Propose,
@@ -220,6 +221,45 @@ def test_proposed_texts_are_nodes_and_none_is_a_dead_end(engine: Engine) -> None
             assert [node.is_pruned for node in dead] == [True]
             assert engine.stats().computed_tokens == 0, "nothing was needed of the model"
             assert tree.branch(found[0]).text == PROMPT + " a a a"
+
+
+def test_dvts_called_again_after_a_dead_end_goes_on_with_the_other_subtrees(engine: Engine) -> None:
+    step = Propose(lambda nodes: [[] if node.path_text == " a a" else [" a", " b"] for node in nodes])
+    with SearchTree(engine, PROMPT, seed=3) as tree:
+        first = dvts(tree, step, lambda node: 1.0 - node.index, depth=3)
+        again = dvts(tree, step, lambda node: 1.0 - node.index, depth=4)
+        assert [node.path_text for node in first] == [" b a a"]
+        assert [node.path_text for node in again] == [" b a a a"]
+
+
+@pytest.mark.parametrize("name", ["beam", "dvts", "breadth_first", "depth_first", "mcts"])
+def test_texts_end_where_the_context_does(tiny_path: Path, name: str) -> None:
+    searches: dict[str, Search] = {
+        "beam": lambda tree: beam(tree, sample(2), worth, width=2, depth=30),
+        "dvts": lambda tree: dvts(tree, sample(2), worth, depth=30),
+        "breadth_first": lambda tree: breadth_first(tree, sample(2), worth, keep=2, depth=30),
+        "depth_first": lambda tree: depth_first(tree, sample(1), worth, depth=30),
+        "mcts": lambda tree: mcts(tree, sample(2), worth, expansions=999),
+    }
+    with make_engine(tiny_path, max_model_len=70) as engine:
+        with SearchTree(engine, PROMPT, seed=3) as tree:
+            found = searches[name](tree)
+            assert {node.end for node in found} == {70}
+            assert all(node.is_done for node in found)
+        engine.check()
+
+
+def test_an_engine_that_is_closed_ends_the_search_with_its_error(tiny_path: Path) -> None:
+    with make_engine(tiny_path) as engine, SearchTree(engine, PROMPT, seed=3) as tree:
+
+        def closing(node: Node) -> float:
+            if node.depth == 2:
+                engine.close()
+            return worth(node)
+
+        with pytest.raises(EngineClosed):
+            breadth_first(tree, sample(3), closing, keep=2, depth=4)
+        assert json.dumps(tree.to_dict()), "what was found can be saved"
 
 
 def test_bad_input_is_refused_with_its_name(engine: Engine) -> None:

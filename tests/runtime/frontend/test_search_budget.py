@@ -1,10 +1,13 @@
 """Budgets of searches, memory that pruning frees, saving and going on, on a tiny random model."""
 
 import json
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from search_trees import PROMPT, make_engine, sample, shape, tokens_of, worth
 
 from phloem.runtime import BranchReleased, CacheFull, Engine, InvalidRequest
@@ -20,6 +23,7 @@ from phloem.runtime.frontend.search import (
     dvts,
     mcts,
 )
+from phloem.runtime.frontend.search.holdings import Holdings
 
 GOING_ON: dict[str, Callable[[SearchTree], object]] = {
     "best_of_n": lambda tree: best_of_n(tree, sample(6), worth),
@@ -250,6 +254,39 @@ def test_a_description_with_a_bad_node_is_refused_with_its_place(
     state["nodes"][1][name] = bad
     with pytest.raises(InvalidRequest, match=rf"nodes\[1\].{name}"):
         SearchTree.from_dict(engine, state)
+
+
+class Handle:
+    """Stands for a branch where only its being held counts."""
+
+    def release(self) -> None:
+        pass
+
+
+@given(st.data())
+def test_blocks_are_counted_as_a_walk_over_all_live_branches_counts_them(data: st.DataObject) -> None:
+    block_size = data.draw(st.sampled_from([1, 2, 4]))
+    nodes = [Node(None, 0, 0, 0, array("i", range(data.draw(st.integers(1, 9)))), str)]
+    for _ in range(data.draw(st.integers(0, 8))):
+        parent = data.draw(st.sampled_from(nodes))
+        tokens = array("i", range(data.draw(st.integers(1, 9))))
+        nodes.append(Node(parent, len(parent.children), parent.depth + 1, parent.end, tokens, str))
+        parent.children.append(nodes[-1])
+    holdings = Holdings(lambda node: Handle(), block_size=block_size)  # type: ignore[arg-type, return-value]
+    live: set[Node] = set()
+    for node, opens in data.draw(st.lists(st.tuples(st.sampled_from(nodes), st.booleans()), max_size=20)):
+        if opens:
+            before, promised = holdings.num_blocks, holdings.blocks_to_open(node)
+            holdings.branch(node)
+            live.add(node)
+            assert holdings.num_blocks == before + promised
+        else:
+            holdings.park(node)
+            live.discard(node)
+        blocks = {(each, 0, number) for node in live for each in node.line()
+                  for number in range(each.start // block_size, each.end // block_size)}  # fmt: skip
+        blocks |= {(node, 1, 0) for node in live if node.end % block_size}
+        assert holdings.num_blocks == len(blocks)
 
 
 def test_bad_limits_are_refused() -> None:
