@@ -173,10 +173,15 @@ def _check_message(message: object, index: int) -> dict[str, Any]:
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         content = ""
-    return {**message, "content": _content_text(content, f"{field}.content")}
+    return {**message, "content": content_text(content, f"{field}.content")}
 
 
-def _content_text(content: object, field: str) -> str:
+def content_text(content: object, field: str) -> str:
+    """Return the text of a message's content: a string, or a list of text parts.
+
+    Raises:
+        InvalidRequest: It is neither.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):

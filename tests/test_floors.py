@@ -56,7 +56,7 @@ ALLOWED = {
                                         "phloem.runtime.sampling_params",
                                         "phloem.runtime.frontend.session", "phloem.radix"),
     # What a program of a user's could import too, and no part of the engine below it.
-    "phloem.runtime.server": ("phloem.runtime.engine", "phloem.runtime.branch", "phloem.runtime.errors",
+    "phloem.runtime.server": ("phloem.runtime.chat_messages", "phloem.runtime.engine", "phloem.runtime.branch", "phloem.runtime.errors",
                               "phloem.runtime.expand", "phloem.runtime.explain", "phloem.runtime.generation",
                               "phloem.runtime.grammar", "phloem.runtime.outputs", "phloem.runtime.prompts",
                               "phloem.runtime.sampling_params", "phloem.runtime.tokenizer",

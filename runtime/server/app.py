@@ -13,7 +13,7 @@ from starlette.responses import Response
 from phloem.radix import InvalidNamespace
 from phloem.runtime.engine import Engine
 from phloem.runtime.errors import PhloemError
-from phloem.runtime.server import health, openai_models
+from phloem.runtime.server import health, openai_chat, openai_completions, openai_models
 from phloem.runtime.server.errors import (
     CLIENT_GONE,
     ApiError,
@@ -27,7 +27,12 @@ from phloem.runtime.server.gatekeeper import Gatekeeper
 from phloem.runtime.server.service import Service
 from phloem.runtime.server.settings import ServerSettings
 
-ROUTERS: tuple[APIRouter, ...] = (health.router, openai_models.router)
+ROUTERS: tuple[APIRouter, ...] = (
+    health.router,
+    openai_models.router,
+    openai_completions.router,
+    openai_chat.router,
+)
 
 ERROR_FORMS: tuple[tuple[str, Render], ...] = ()
 """By the beginning of a path, the form of its errors; elsewhere it is OpenAI's."""

@@ -128,12 +128,18 @@ def _of_validation(faults: Sequence[Mapping[str, Any]]) -> Failure:
     return Failure(400, "invalid_request", "; ".join(texts), _place(faults[0]) if faults else None)
 
 
+_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "none"})
+
+
 def _place(fault: Mapping[str, Any]) -> str:
     """Write ("body", "messages", 2, "role") as "messages[2].role"."""
     if fault["type"] == "json_invalid":
         return "body"
     place = ""
     for part in fault["loc"][1:]:
+        # Which of several types a value was tried as is no part of its place.
+        if isinstance(part, str) and (part in _TYPE_NAMES or "[" in part or part[:1].isupper()):
+            continue
         place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
     return place or "body"
 

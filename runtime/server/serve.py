@@ -62,6 +62,7 @@ def make_server(engine: Engine, settings: ServerSettings) -> DrainingServer:
         log_level="warning",
         access_log=False,
         server_header=False,
+        lifespan="off",
         timeout_keep_alive=30,
         timeout_graceful_shutdown=LAST_WORDS_S,
     )

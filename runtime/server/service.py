@@ -16,10 +16,13 @@ from phloem.runtime.engine import Engine
 from phloem.runtime.generation import AsyncGeneration
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.sampling_params import SamplingParams
+from phloem.runtime.server.answers import AnswerMemory
 from phloem.runtime.server.auth import Tenant
+from phloem.runtime.server.chat_prompt import Prompter
 from phloem.runtime.server.errors import ApiError, Failure, not_found
 from phloem.runtime.server.gate import Gate, Ticket
 from phloem.runtime.server.settings import ServerSettings
+from phloem.runtime.server.token_texts import TokenTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,9 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.gate = Gate(settings.max_requests, retry_after_s=settings.retry_after_s)
+        self.answers = AnswerMemory(settings.answer_memory_bytes)
+        self.prompter = Prompter(engine, self.answers)
+        self.token_texts = TokenTexts(engine.tokenizer)
         self.started_at = int(time.time())
         """In seconds since 1970."""
 

@@ -12,7 +12,10 @@ from phloem.runtime.errors import InvalidRequest
 
 MIN_KEY_CHARACTERS = 8
 
-_WHOLE = ("max_requests", "retry_after_s", "max_body_bytes", "max_depth", "max_n", "max_grammar_bytes")
+_WHOLE = (
+    "max_requests", "retry_after_s", "max_body_bytes", "max_depth", "max_n", "max_logprobs", "max_grammar_bytes",
+    "answer_memory_bytes"
+)  # fmt: skip
 _SECONDS = ("request_timeout_s", "body_timeout_s", "drain_s")
 
 
@@ -62,6 +65,12 @@ class ServerSettings:
 
     max_n: int = 128
     """Completions of one prompt."""
+
+    max_logprobs: int = 100
+    """Likeliest tokens that are reported beside each one."""
+
+    answer_memory_bytes: int = 64 << 20
+    """For the tokens of answers, so that conversations which come back as text hit them."""
 
     max_grammar_bytes: int = 64 << 10
     """Of a JSON schema, and of all tools' schemas together."""

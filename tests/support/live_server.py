@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from phloem.runtime import Engine
-from phloem.runtime.server.serve import bind, make_server
+from phloem.runtime.server.serve import DrainingServer, bind, make_server
 from phloem.runtime.server.service import Service
 from phloem.runtime.server.settings import ServerSettings
 
@@ -20,6 +20,8 @@ class LiveServer:
     url: str
     engine: Engine
     service: Service
+    server: DrainingServer
+    thread: threading.Thread
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30, **options)
@@ -50,7 +52,7 @@ def live_server(engine: Engine, **settings: Any) -> Iterator[LiveServer]:
         while not server.started and time.monotonic() < deadline:
             time.sleep(0.005)
         assert server.started
-        yield LiveServer(f"http://127.0.0.1:{port}", engine, server.config.app.state.service)
+        yield LiveServer(f"http://127.0.0.1:{port}", engine, server.config.app.state.service, server, thread)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(timeout=15)

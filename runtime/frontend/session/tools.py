@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import json
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -105,7 +105,7 @@ class Toolbox:
         """
         if not self._tools:
             return ()
-        return tuple(self._checked(call) for call in _calls_in(text, self._tools.keys()))
+        return tuple(self._checked(call) for call in calls_in(text, self._tools.keys()))
 
     def grammar(self) -> Grammar:
         """Return what an answer is that can't be but one call of one of the tools."""
@@ -201,7 +201,13 @@ def _describe(function: Callable[..., Any], field: str) -> Tool:
     return Tool(schema["function"]["name"], function, schema)
 
 
-def _calls_in(text: str, names: Sequence[str] | Any) -> list[ToolCall]:
+def calls_in(text: str, names: Collection[str]) -> list[ToolCall]:
+    """Return the calls in an answer, in the formats that `Toolbox.parse` names; one that is malformed says what the problem is.
+
+    Args:
+        text: The answer.
+        names: Of the tools there are; an answer that is nothing but JSON is a call only of one of these.
+    """
     if "<tool_call>" in text:
         bodies = [part.partition("</tool_call>")[0] for part in text.split("<tool_call>")[1:]]
         return [call for body in bodies for call in _calls_of(body)]

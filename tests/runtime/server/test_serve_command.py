@@ -1,16 +1,11 @@
 """`phloem serve` as an operator runs it: its line, its refusals, its end."""
 
-import os
-import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from serve_process import serving
 from typer.testing import CliRunner
 
 from phloem.runtime import InvalidRequest
@@ -18,26 +13,15 @@ from phloem.runtime.cli.main import app
 from phloem.runtime.cli.serve import served_name
 
 
-@contextmanager
-def serving(path: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its URL."""
-    command = [sys.executable, "-m", "phloem.runtime.cli.main", "serve", str(path), "--port", "0", *options]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / ".src")}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
-            assert found, line + process.stderr.read()
-            yield process, found[1]
-        finally:
-            process.kill()
-
-
-def test_it_serves_and_ends_with_0_at_sigterm(tiny_path: Path) -> None:
+def test_at_sigterm_it_ends_what_runs_and_then_with_0(tiny_path: Path) -> None:
     with serving(tiny_path, "--set", "num_blocks=64", "--set", "max_n=4") as (process, url):
         assert httpx.get(f"{url}/ready", timeout=30).status_code == 200
-        process.send_signal(signal.SIGTERM)
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as running:
+            lines = running.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert list(lines)[-2:] == ["data: [DONE]", ""]
         assert process.wait(timeout=30) == 0
 
 
