@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from chat_models import TEMPLATES, make_chat_model
 
-from phloem.runtime import Engine, Grammar, InvalidRequest, SamplingParams, ToolFailed
+from phloem.runtime import Engine, Grammar, InvalidRequest, PromptTooLong, SamplingParams, ToolFailed
 from phloem.runtime.frontend.session import Session, Toolbox, ToolCall
 
 SAMPLED = SamplingParams(temperature=1, seed=5, max_tokens=12, ignore_eos=True)
@@ -224,6 +224,13 @@ def test_the_model_is_told_of_its_tools(session: Session, tmp_path: Path) -> Non
         text = bytes(min(each, 255) for each in other.token_ids)
         assert b"<tools>" not in text
         assert text.count(b"Add two numbers.") == 1
+        other.say("hello", tool_choice="required", params=FORCED)
+        before = other.token_ids
+        assert other.say("and", tool_choice="none").usage.cached_tokens == len(before) - 1
+        text = bytes(min(each, 255) for each in other.token_ids)
+        assert text.count(b'{"name": "add", "arg') == 1, (
+            "as the model wrote it, and not once more by the template"
+        )
 
 
 def test_a_template_without_a_tool_role_hears_results_from_the_user(tmp_path: Path) -> None:
@@ -252,6 +259,47 @@ def test_rounds_end(tiny_engine: Engine) -> None:
         assert [result.content for result in turn.tool_results] == ["3", "3"]
         assert turn.pending_calls == (ToolCall("add", {"a": 1, "b": 2}),)
         assert session.say("stop", params=SAMPLED).pending_calls == ()
+
+
+def read(x: bool) -> str:
+    """Read a page.
+
+    Args:
+        x: Which.
+    """
+    return "page " * 60
+
+
+def test_a_result_that_does_not_fit_undoes_the_turn(tiny_path: Path) -> None:
+    call = written("read", {"x": True})
+    with (
+        Engine(tiny_path, num_blocks=64, max_model_len=620) as engine,
+        engine.session(tools=[read], params=SAMPLED) as session,
+    ):
+        session.say("a", tool_choice="none")
+        locked = engine.stats().cache.locked
+        with pytest.raises(PromptTooLong, match="the context is 620") as caught:
+            session.say("read", params=always(call))
+        assert engine.stats().cache.locked == locked, "freed at once, though the traceback lives"
+        assert caught.value.field == "text"
+        assert len(session.turns) == 1
+
+
+def test_a_result_that_fills_the_context_drops_the_oldest_turns(tiny_path: Path) -> None:
+    call = written("read", {"x": True})
+    with (
+        Engine(tiny_path, num_blocks=128, max_model_len=1200) as engine,
+        engine.session(
+            tools=Toolbox([read], max_rounds=1), params=SAMPLED, overflow="drop_oldest"
+        ) as session,
+    ):
+        for letter in "ab":
+            session.say(letter * 200, tool_choice="none")
+        turn = session.say("read", params=always(call))
+        assert turn.num_dropped == 2
+        assert [m["role"] for m in session.messages] == ["user", "assistant", "tool", "assistant"]
+        assert len(session.token_ids) <= 1200
+        assert b"bbb" not in bytes(min(each, 255) for each in session.token_ids)
 
 
 def test_a_call_that_is_wrong_is_told_to_the_model(tiny_engine: Engine) -> None:

@@ -28,7 +28,9 @@ TEMPLATES = {
         "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a good model.<|im_end|>\n' }}{% endif %}{% for",
         1,
     ),
-    "tools": PLAIN.replace(
+    "tools": LOOP.replace(
+        "CONTENT", "message['content'] + (message['tool_calls'] | tojson if message['tool_calls'] else '')"
+    ).replace(
         "{% for",
         "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}{% for",
         1,
