@@ -54,6 +54,24 @@ def test_the_probe_finds_out_what_a_template_does(engine_of: MakeEngine, kind: s
         assert session.template.takes_tool_results == (kind != "refuses")
 
 
+def lucky() -> int:
+    """Return a lucky number."""
+    return 7
+
+
+def test_a_template_that_puts_the_tools_before_the_newest_message(engine_of: MakeEngine) -> None:
+    engine = engine_of("moves_tools")
+    with engine.session(params=SAMPLED) as session:
+        assert session.template.is_stable
+    with engine.session(params=SAMPLED, tools=[lucky]) as session:
+        assert session.template.rewrites == ("moves the tools",)
+        first = session.say("hello", tool_choice="none")
+        second = session.say("and", tool_choice="none")
+        assert bytes(min(each, 255) for each in session.token_ids).count(b"a lucky number") == 1
+        assert second.usage.cached_tokens < first.usage.prompt_tokens
+        assert second.rewritten_tokens > 0
+
+
 def test_the_log_says_it_once(engine_of: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     template_module._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):

@@ -35,6 +35,9 @@ TEMPLATES = {
         "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}{% for",
         1,
     ),
+    "moves_tools": PLAIN.replace(
+        "{{ '<|im_start|>'", "{{ (tools | tojson if tools and loop.last else '') + '<|im_start|>'", 1
+    ),
     "refuses": PLAIN.replace(
         "{% for message in messages %}",
         "{% for message in messages %}{% if message['role'] not in ('user', 'assistant') %}"

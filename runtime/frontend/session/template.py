@@ -114,9 +114,11 @@ class ChatTemplate:
         answers: Mapping[int, Sequence[int]] | None = None,
         *,
         opens_answer: bool = True,
+        shows_tools: bool = True,
     ) -> list[int]:
+        options = self._options if shows_tools else {**self._options, "tools": None}
         return self._tokenizer.encode_chat(
-            plain, add_generation_prompt=opens_answer, template_options=self._options, answers=answers
+            plain, add_generation_prompt=opens_answer, template_options=options, answers=answers
         )
 
     def _probe(self) -> TemplateReport:
@@ -135,7 +137,9 @@ class ChatTemplate:
 
     def _rewrites(self) -> tuple[str, ...]:
         """Tell what becomes of an answered question when the next one is asked."""
-        if not self._appends([], PLAIN_ANSWER):
+        if not self._appends([], PLAIN_ANSWER) and self._appends([], PLAIN_ANSWER, shows_tools=False):
+            found = ["moves the tools"]
+        elif not self._appends([], PLAIN_ANSWER):
             found = ["renders earlier turns in another way than when they were new"]
         else:
             found = []
@@ -147,13 +151,13 @@ class ChatTemplate:
                 found.append("leaves the thinking out of earlier answers")
         return tuple(found)
 
-    def _appends(self, beginning: list[dict[str, Any]], answer: str) -> bool:
+    def _appends(self, beginning: list[dict[str, Any]], answer: str, *, shows_tools: bool = True) -> bool:
         asked = [*beginning, _message("user", ASKED)]
         ids = self._tokenizer.encode(answer, add_special_tokens=False)
         followed = [*asked, _message("assistant", answer), _message("user", ASKED_NEXT)]
         try:
-            before = [*self._render(asked), *ids]
-            after = self._render(followed, {len(asked): ids})
+            before = [*self._render(asked, shows_tools=shows_tools), *ids]
+            after = self._render(followed, {len(asked): ids}, shows_tools=shows_tools)
         except InvalidRequest:
             return True  # it refuses a system message, say: then no session can bring it there
         return after[: len(before)] == before
