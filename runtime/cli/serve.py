@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ def run_serve(model: str, options: Mapping[str, Any], assignments: Sequence[str]
     chosen = {**options, **of_server}
     chosen["served_names"] = options["served_names"] or (served_name(model),)
     settings = ServerSettings(**chosen)
+
+    # Our own lines, and of other libraries what is wrong.
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("phloem").setLevel(logging.INFO)
 
     def announce(url: str) -> None:
         console.print(f"Serving {escape(settings.served_names[0])} at {url}", highlight=False, soft_wrap=True)

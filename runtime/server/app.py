@@ -13,7 +13,7 @@ from starlette.responses import Response
 from phloem.radix import InvalidNamespace
 from phloem.runtime.engine import Engine
 from phloem.runtime.errors import PhloemError
-from phloem.runtime.server import health, openai_chat, openai_completions, openai_models
+from phloem.runtime.server import health, metrics, openai_chat, openai_completions, openai_models
 from phloem.runtime.server.errors import (
     CLIENT_GONE,
     ApiError,
@@ -32,6 +32,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     openai_models.router,
     openai_completions.router,
     openai_chat.router,
+    metrics.router,
 )
 
 ERROR_FORMS: tuple[tuple[str, Render], ...] = ()
@@ -44,6 +45,7 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="phloem", docs_url=None, redoc_url=None)
     service = Service(engine, settings)
     app.state.service = service
+    app.state.registry = metrics.make_registry(service)
     app.add_middleware(Gatekeeper, settings=settings, gate=service.gate, render_for=render_for)
     for router in ROUTERS:
         app.include_router(router)

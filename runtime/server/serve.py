@@ -17,6 +17,7 @@ import uvicorn
 from phloem.runtime.engine import Engine
 from phloem.runtime.errors import InvalidRequest
 from phloem.runtime.server.app import make_app
+from phloem.runtime.server.log_line import IntervalLog
 from phloem.runtime.server.service import Service
 from phloem.runtime.server.settings import ServerSettings
 
@@ -29,11 +30,14 @@ logger = logging.getLogger(__name__)
 class DrainingServer(uvicorn.Server):
     """uvicorn, but for the end: signals drain first, and are not raised again."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, *, drain_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, *, drain_s: float, log_interval_s: float
+    ) -> None:
         super().__init__(config)
         self._service = service
         self._drain_s = drain_s
         self._drained_by: float | None = None
+        self._log = IntervalLog(service, log_interval_s)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal: the first drains, the next one ends."""
@@ -45,6 +49,7 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Tell whether it is time to end; uvicorn asks ten times a second."""
+        self._log.tick()
         if self._drained_by is not None:
             if self._service.gate.active == 0:
                 return True
@@ -66,7 +71,9 @@ def make_server(engine: Engine, settings: ServerSettings) -> DrainingServer:
         timeout_keep_alive=30,
         timeout_graceful_shutdown=LAST_WORDS_S,
     )
-    return DrainingServer(config, app.state.service, drain_s=settings.drain_s)
+    return DrainingServer(
+        config, app.state.service, drain_s=settings.drain_s, log_interval_s=settings.log_interval_s
+    )
 
 
 def serve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -23,6 +23,7 @@ from phloem.runtime.server.errors import ApiError, Failure, not_found
 from phloem.runtime.server.gate import Gate, Ticket
 from phloem.runtime.server.settings import ServerSettings
 from phloem.runtime.server.token_texts import TokenTexts
+from phloem.runtime.server.totals import Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,18 @@ class IndexedChunk:
 class Run:
     """Generations under way for one request. Close it once the answer is out; that aborts what has not ended."""
 
-    def __init__(self, generations: Sequence[AsyncGeneration], ticket: Ticket, open_runs: set[Run]) -> None:
+    def __init__(
+        self,
+        generations: Sequence[AsyncGeneration],
+        ticket: Ticket,
+        *,
+        open_runs: set[Run],
+        count: Callable[[int, Completion], None],
+    ) -> None:
         self._generations = generations
         self._ticket = ticket
         self._open_runs = open_runs
+        self._count = count
         open_runs.add(self)
 
     async def results(self) -> list[Completion]:
@@ -48,7 +57,10 @@ class Run:
         Raises:
             PhloemError: One failed.
         """
-        return list(await asyncio.gather(*(generation.result() for generation in self._generations)))
+        results = list(await asyncio.gather(*(generation.result() for generation in self._generations)))
+        for index, completion in enumerate(results):
+            self._count(index, completion)
+        return results
 
     async def chunks(self) -> AsyncIterator[IndexedChunk]:
         """Yield the pieces of all of them as they come.
@@ -56,6 +68,12 @@ class Run:
         Raises:
             PhloemError: One failed.
         """
+        async for item in self._merged():
+            if item.chunk.completion is not None:
+                self._count(item.index, item.chunk.completion)
+            yield item
+
+    async def _merged(self) -> AsyncIterator[IndexedChunk]:
         if len(self._generations) == 1:
             async for chunk in self._generations[0]:
                 yield IndexedChunk(0, chunk)
@@ -96,6 +114,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.gate = Gate(settings.max_requests, retry_after_s=settings.retry_after_s)
+        self.totals = Totals()
         self.answers = AnswerMemory(settings.answer_memory_bytes)
         self.prompter = Prompter(engine, self.answers)
         self.token_texts = TokenTexts(engine.tokenizer)
@@ -138,7 +157,11 @@ class Service:
         except BaseException:
             ticket.release()
             raise
-        return Run(generations, ticket, self._runs)
+
+        def count(index: int, completion: Completion) -> None:
+            self.totals.count(completion, is_first=index % params.n == 0)
+
+        return Run(generations, ticket, open_runs=self._runs, count=count)
 
     def abort_all(self) -> None:
         """End all generations; what there is of them is still answered."""

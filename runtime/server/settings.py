@@ -16,7 +16,7 @@ _WHOLE = (
     "max_requests", "retry_after_s", "max_body_bytes", "max_depth", "max_n", "max_logprobs", "max_grammar_bytes",
     "answer_memory_bytes"
 )  # fmt: skip
-_SECONDS = ("request_timeout_s", "body_timeout_s", "drain_s")
+_SECONDS = ("request_timeout_s", "body_timeout_s", "drain_s", "log_interval_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,9 @@ class ServerSettings:
 
     drain_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
+
+    log_interval_s: float = 10.0
+    """Between two lines of log; none is written while nothing happens."""
 
     retry_after_s: int = 1
     """What a client that is refused for now is told to wait."""
