@@ -63,17 +63,29 @@ class Progress:
         self._completion: Completion | None = None
         self._error: Exception | None = None
         self._abort = abort
+        self._finalizer: weakref.finalize[..., Generation | AsyncGeneration] | None = None
+
+    def abort_when_collected(self, handle: Generation | AsyncGeneration) -> None:
+        """Abort when the handle is lost before the end: nobody could read what an abandoned generation would still give."""
+        self._finalizer = weakref.finalize(handle, self.abort)
+        self._finalizer.atexit = False
 
     def take(self, item: Item) -> Chunk:
         """Note what an item says of the end; return it, or raise it if it is an error."""
         if isinstance(item, Exception):
-            self.ended = True
+            self._end()
             self._error = item
             raise item
         if item.completion is not None:
-            self.ended = True
+            self._end()
             self._completion = item.completion
         return item
+
+    def _end(self) -> None:
+        self.ended = True
+        # It refers to this object, whose error's traceback refers to the handle and to all that its callers hold.
+        if self._finalizer is not None:
+            self._finalizer.detach()
 
     def abort(self) -> None:
         """Ask the engine to end the request, unless it has ended."""
@@ -98,7 +110,7 @@ class Generation:
     def __init__(self, sink: QueueSink, progress: Progress) -> None:
         self._sink = sink
         self._progress = progress
-        _abort_when_collected(self, progress)
+        progress.abort_when_collected(self)
 
     @property
     def request_id(self) -> str:
@@ -141,7 +153,7 @@ class AsyncGeneration:
     def __init__(self, sink: AsyncSink, progress: Progress) -> None:
         self._sink = sink
         self._progress = progress
-        _abort_when_collected(self, progress)
+        progress.abort_when_collected(self)
 
     @property
     def request_id(self) -> str:
@@ -181,8 +193,3 @@ class AsyncGeneration:
     def abort(self) -> None:
         """See :meth:`Generation.abort`."""
         self._progress.abort()
-
-
-def _abort_when_collected(handle: Generation | AsyncGeneration, progress: Progress) -> None:
-    """Nobody can read what an abandoned generation would still give."""
-    weakref.finalize(handle, progress.abort).atexit = False

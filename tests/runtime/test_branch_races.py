@@ -1,7 +1,9 @@
 """Branches that are used, left or lent out at awkward moments: a typed error, no block lost, nobody else hurt."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from phloem.runtime import (
     Branch,
+    Cancelled,
     Engine,
     EngineClosed,
     InvalidRequest,
@@ -168,6 +171,32 @@ def test_after_the_engine_closed_every_use_says_so(tiny_path: Path) -> None:
     for branch in (idle, busy, idle, busy):
         with pytest.raises(EngineClosed):
             branch.generate(SHORT)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_generation_that_failed_keeps_nothing_of_its_caller_alive(
+    tiny_engine: Engine, is_async: bool
+) -> None:
+    """The error's traceback refers to the caller's frame, and so to the branch, which is to be released when that ends."""
+
+    def call() -> "weakref.ref[Branch]":
+        branch = tiny_engine.branch([1] * 40)
+        branch.generate(SHORT)
+        with pytest.raises(Cancelled):
+            tiny_engine.generate([1] * 40, SHORT, timeout_s=1e-9)
+        return weakref.ref(branch)
+
+    async def acall() -> "weakref.ref[Branch]":
+        branch = tiny_engine.branch([1] * 40)
+        await branch.agenerate(SHORT)
+        with pytest.raises(Cancelled):
+            await tiny_engine.agenerate([1] * 40, SHORT, timeout_s=1e-9)
+        return weakref.ref(branch)
+
+    branch = asyncio.run(acall()) if is_async else call()
+    for _ in range(2):  # an asynchronous generator in a cycle takes two
+        gc.collect()
+    assert branch() is None
 
 
 def test_a_lease_that_is_over_is_not_counted_by_an_idle_engine(tiny_engine: Engine) -> None:
