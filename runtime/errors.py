@@ -121,7 +121,7 @@ class UnknownCapture(ProgramError, KeyError):
 
 
 class IncompleteOutput(ProgramError):
-    """Output that was to fit a grammar or a schema, cut off by `max_tokens` or the context."""
+    """Output that was to fit a grammar or a schema, cut off by `max_tokens`, the context or a stop string."""
 
     partial: str
     """The text until there."""

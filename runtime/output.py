@@ -167,5 +167,12 @@ class OutputStream:
             explanation=request.explanation,
             logprobs=None if request.params.logprobs is None else self._logprobs,
             prompt_logprobs=None if self._asked_from is None else self._prompt_logprobs,
+            fits_grammar=self._fits_grammar(),
             candidate_logprobs=self._candidate_logprobs,
         )
+
+    def _fits_grammar(self) -> bool | None:
+        constraint = self.request.constraint
+        if constraint is None or self.request.params.grammar is None:
+            return None
+        return constraint.is_finished or constraint.may_end

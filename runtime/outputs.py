@@ -66,6 +66,9 @@ class Completion:
     prompt_logprobs: list[TokenLogprob] | None = None
     """Of the prompt's tokens from the second on (nothing comes before the first); None when they were not asked for."""
 
+    fits_grammar: bool | None = None
+    """Whether the text is complete under its grammar; False where something cut it off. None without a grammar."""
+
     candidate_logprobs: tuple[float, ...] = ()
     """What `Branch.next_token_logprobs` asked for."""
 

@@ -169,6 +169,14 @@ def bench_branch(
     run_bench_branch(model, Console(), rounds=rounds, json_path=json_path)
 
 
+@bench_app.command("programs")
+def bench_programs(model: ModelOption = "smollm2-135m", json_path: JsonOption = None) -> None:
+    """What programs, chats and tree searches compute, beside their distinct tokens."""
+    from phloem.runtime.cli.bench_programs import run_bench_programs
+
+    run_bench_programs(model, Console(), json_path=json_path)
+
+
 @bench_app.command("gpu")
 def bench_gpu(
     model: Annotated[

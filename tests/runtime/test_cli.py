@@ -90,6 +90,19 @@ def test_chat_ends_with_its_input_and_survives_a_turn_that_is_too_long(tiny_path
     assert output.count("from the cache") == 1
 
 
+@pytest.mark.slow
+def test_bench_programs_counts_what_is_computed_and_writes_json(tiny_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    output = run("bench", "programs", "--model", str(tiny_path), "--json", str(path))
+    assert "256 inputs behind 1,000 shared tokens" in output
+    found = json.loads(path.read_text())
+    assert found["map_distinct"] > 1000 + 256 * 60
+    assert found["map_computed"] <= 1.02 * found["map_distinct"]
+    assert max(found["greedy_excess"], found["sampled_excess"]) <= 16
+    assert found["tree_computed"] <= 1.05 * found["tree_distinct"]
+    assert found["tree_cold"] >= 5 * found["tree_computed"]
+
+
 def test_bench_reuse_measures_and_writes_json(tiny_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "reuse.json"
     output = run("bench", "reuse", "--model", str(tiny_path), "--rounds", "3", "--json", str(path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -54,10 +53,10 @@ class Spec:
         """
         if completion.finish_reason == "abort":
             raise Cancelled("the run or the fork was ended while it generated", partial=completion.text)
-        if completion.finish_reason == "length" and not _fits(self.params.grammar, completion.text):
+        if completion.fits_grammar is False:
             raise IncompleteOutput(
                 f"the output does not fit its grammar yet after {len(completion.token_ids)} tokens "
-                f"(max_tokens={self.params.max_tokens}): raise max_tokens, or bound the grammar's strings and lists; "
+                f"(max_tokens={self.params.max_tokens}): raise max_tokens, use no stop strings, or bound the grammar's strings and lists; "
                 f"it begins with {completion.text[:80]!r}",
                 partial=completion.text,
             )
@@ -113,7 +112,7 @@ async def generate(path: TokenPath, calls: Calls, spec: Spec, on_text: OnText | 
         if not path.is_released:
             path.append(seam.ids, is_text=True)
         raise
-    _drop_end(path, completions[0], seam.text)
+    _drop_end(path, completions[0], seam)
     return completions
 
 
@@ -149,18 +148,23 @@ def _healing(params: SamplingParams, seam: _Seam) -> SamplingParams:
     return replace(params, heal=seam.text, max_tokens=max_tokens)
 
 
-def _drop_end(path: TokenPath, completion: Completion, healed: str) -> None:
+def _drop_end(path: TokenPath, completion: Completion, seam: _Seam) -> None:
     """Cut off what ended the text, the end-of-sequence token or a stop string: it is no part of what the program asked for.
 
     Of a token in which a stop string began, the part before it is appended as text.
     """
     tokenizer, ids = path.engine.tokenizer, completion.token_ids
+    if not completion.text and not (" " + tokenizer.decode(ids)).endswith(seam.text):
+        # It took more tokens than there were to say the seam again.
+        path.cut(len(path.ids) - len(ids))
+        path.append(seam.ids, is_text=True)
+        return
     if completion.finish_reason != "stop" or not ids:
         return
     if ids[-1] in tokenizer.eos_token_ids:
         path.cut(len(path.ids) - 1)
         return
-    text = healed + completion.text
+    text = seam.text + completion.text
     for count in range(len(ids), -1, -1):
         part = tokenizer.decode(ids[:count])
         # The tokenizer may drop a first space.
@@ -169,25 +173,3 @@ def _drop_end(path: TokenPath, completion: Completion, healed: str) -> None:
             path.cut(len(path.ids) - (len(ids) - count))
             path.append_text(text[len(shown) :])
             return
-
-
-def _fits(grammar: Grammar | None, text: str) -> bool:
-    """Whether a text fits a grammar; True also where only the parser could tell (Lark)."""
-    if grammar is None or grammar.kind == "lark":
-        return True
-    if grammar.kind == "choice":
-        return text in json_module.loads(grammar.text)
-    if grammar.kind == "json_schema":
-        return _is_json(text)
-    try:
-        return re.fullmatch(grammar.text, text, re.DOTALL) is not None
-    except re.error:  # Rust's syntax is not quite Python's
-        return False
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json_module.loads(text)
-    except json_module.JSONDecodeError:
-        return False
-    return True

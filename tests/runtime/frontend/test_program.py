@@ -8,6 +8,7 @@ from tiny_model import BOS_ID, IM_END_ID, IM_START_ID, make_tiny_model
 from phloem.radix import Namespace
 from phloem.runtime import (
     Engine,
+    Grammar,
     GrammarError,
     IncompleteOutput,
     InvalidRequest,
@@ -254,6 +255,29 @@ def test_output_that_is_cut_off_before_it_fits_its_grammar(
         run(tiny_engine, cut)
     assert len(caught.value.partial.encode()) == 10
     assert "in cut" in caught.value.program_line
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar.lark('start: "{" /[a-z]{9}/ "}"'), Grammar.regex("([a-z]+)+[0-9]{9}")]
+)
+def test_only_the_parser_knows_whether_it_fits(tiny_engine: Engine, grammar: Grammar) -> None:
+    def cut(s: State) -> None:
+        s += TEXT
+        s.gen("text", max_tokens=8, temperature=0, grammar=grammar)
+
+    def stopped(s: State) -> None:
+        s += TEXT
+        s.gen(
+            "text",
+            temperature=0,
+            grammar=grammar,
+            max_tokens=40,
+            stop=[chr(letter) for letter in range(97, 123)],
+        )
+
+    for function in (cut, stopped):
+        with pytest.raises(IncompleteOutput, match="does not fit its grammar yet"):
+            run(tiny_engine, function)
 
 
 def test_output_that_is_cut_off_where_it_may_end_is_no_error(tiny_engine: Engine) -> None:

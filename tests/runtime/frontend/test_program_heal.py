@@ -133,6 +133,21 @@ def test_a_mark_before_a_healed_seam_brings_the_text_back(engine: Engine) -> Non
     assert program(retry).run(engine)["rest"].startswith("//")
 
 
+def test_a_seam_that_is_not_said_again_in_time_stays(engine: Engine) -> None:
+    def slow(s: State) -> None:
+        s += "see http://"  # cut below, so that the seam is one token that takes three
+        s.gen(
+            "rest", max_tokens=1, temperature=0, logit_bias={SCHEME: -100.0, SLASHES: -100.0}, ignore_eos=True
+        )
+
+    num_joinable = engine.tokenizer.num_joinable
+    engine.tokenizer.num_joinable = lambda ids: 1 if len(ids) and ids[-1] == SCHEME else num_joinable(ids)
+    done = program(slow).run(engine)
+    assert done["rest"] == ""
+    assert done.text == "<|bos|>see http://"
+    assert done.token_ids == engine.tokenizer.encode("see http://")
+
+
 def test_a_generation_that_fails_leaves_the_text_as_it_was(engine: Engine) -> None:
     def fails(s: State) -> None:
         s += TEXT
