@@ -13,7 +13,7 @@ from phloem.runtime import Engine, Grammar, InvalidRequest, PromptTooLong, Sampl
 from phloem.runtime.frontend.session import Session, Toolbox, ToolCall
 
 SAMPLED = SamplingParams(temperature=1, seed=5, max_tokens=12, ignore_eos=True)
-FORCED = SamplingParams(temperature=1, seed=5, max_tokens=200, ignore_eos=True)
+FORCED = SamplingParams(temperature=1, seed=5, max_tokens=140, ignore_eos=True)
 
 
 def add(a: int, b: int) -> int:
