@@ -13,7 +13,14 @@ from starlette.responses import Response
 from phloem.radix import InvalidNamespace
 from phloem.runtime.engine import Engine
 from phloem.runtime.errors import PhloemError
-from phloem.runtime.server import health, metrics, openai_chat, openai_completions, openai_models
+from phloem.runtime.server import (
+    health,
+    metrics,
+    openai_chat,
+    openai_completions,
+    openai_models,
+    openai_responses,
+)
 from phloem.runtime.server.errors import (
     CLIENT_GONE,
     ApiError,
@@ -32,6 +39,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     openai_models.router,
     openai_completions.router,
     openai_chat.router,
+    openai_responses.router,
     metrics.router,
 )
 

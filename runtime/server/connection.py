@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from phloem.runtime.server.errors import ClientGone
+from phloem.runtime.server.errors import ClientGone, printable
 
 Value = TypeVar("Value")
 
@@ -66,4 +66,5 @@ class EventStream(StreamingResponse):
 def event(data: Any, *, name: str | None = None) -> str:
     """Return one server-sent event with JSON data."""
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"{head}data: {printable(text)}\n\n"

@@ -17,6 +17,7 @@ a fault of phloem's or the machine's   500     internal
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from phloem.runtime.errors import (
     CacheFull,
     Cancelled,
     EngineClosed,
+    GrammarError,
     InvalidRequest,
     PromptTooLong,
     QueueFull,
@@ -161,17 +163,30 @@ def openai_error(failure: Failure) -> dict[str, Any]:
     """Return OpenAI's form of a failure."""
     return {
         "error": {
-            "message": printable(failure.message),
+            "message": failure.message,
             "type": _OPENAI_TYPES[failure.kind],
-            "param": None if failure.field is None else printable(failure.field),
+            "param": failure.field,
             "code": failure.code,
         }
     }
 
 
+def grammar_refused(error: GrammarError, field: str) -> ApiError:
+    """Return the error of a grammar that was made from a field of the request."""
+    return invalid(str(error), field)
+
+
+class JsonAnswer(JSONResponse):
+    """JSON that repeats what a request held, which may be what UTF-8 or JSON can't hold: never an error, at worst a "?"."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return printable(json.dumps(content, ensure_ascii=False, separators=(",", ":"))).encode()
+
+
 def respond(failure: Failure, render: Render) -> Response:
     """Return the HTTP answer of a failure."""
-    return JSONResponse(render(failure), status_code=failure.status, headers=failure.headers)
+    return JsonAnswer(render(failure), status_code=failure.status, headers=failure.headers)
 
 
 def printable(text: str) -> str:

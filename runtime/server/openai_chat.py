@@ -13,20 +13,20 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from phloem.runtime.errors import GrammarError
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.chat_prompt import Call, ChatPrompt
 from phloem.runtime.server.connection import while_connected
-from phloem.runtime.server.errors import invalid
+from phloem.runtime.server.errors import JsonAnswer, grammar_refused, invalid
 from phloem.runtime.server.openai_fields import GenerationFields, new_id, usage_dict
 from phloem.runtime.server.openai_logprobs import chat_logprobs
-from phloem.runtime.server.openai_messages import Message, Tool, chat_messages
+from phloem.runtime.server.openai_messages import Message, Tool, chat_messages, tool_dict
 from phloem.runtime.server.openai_stream import openai_events
 from phloem.runtime.server.service import Run, Service, ServiceDep, TenantDep
-from phloem.runtime.server.tool_calls import AnswerReader, ToolUse, read_answer, schemas_of
+from phloem.runtime.server.tool_calls import AnswerReader, ToolUse, read_answer, tool_use
 
 router = APIRouter(tags=["openai"])
 
@@ -116,21 +116,11 @@ class ChatRequest(GenerationFields):
         Raises:
             ApiError: A tool is chosen that there is not.
         """
-        tools = [tool.to_dict() for tool in self.tools or ()]
-        schemas = schemas_of(tools)
-        if len(schemas) < len(tools):
-            raise invalid("two tools have the same name", "tools")
-        choice = self.tool_choice
-        if choice == "required" and not tools:
-            raise invalid("tool_choice is required, but there are no tools", "tool_choice")
+        tools = [tool_dict(tool.function) for tool in self.tools or ()]
+        choice, several = self.tool_choice, self.parallel_tool_calls
         if isinstance(choice, ToolChoice):
-            name = choice.function.name
-            if name not in schemas:
-                raise invalid(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
-            return ToolUse({name: schemas[name]}, "required", allows_several=False)
-        # Calls that are forced come one at a time unless several are asked for.
-        several = self.parallel_tool_calls if choice == "required" else self.parallel_tool_calls is not False
-        return ToolUse(schemas, choice or "auto", allows_several=bool(several))
+            return tool_use(tools, None, chosen=choice.function.name)
+        return tool_use(tools, choice, several=several)
 
     def _schema(self) -> dict[str, Any] | None:
         found = self.response_format
@@ -149,13 +139,13 @@ async def create_chat_completion(
     """Answer a conversation."""
     service.check_model(body.model)
     params, options, namespace = body.checked_params(service), body.usage_options, body.namespace(tenant)
-    tools = [tool.to_dict() for tool in body.tools or ()]
+    tools = [tool_dict(tool.function) for tool in body.tools or ()]
     messages = chat_messages(body.messages)
     prompt = await asyncio.to_thread(service.prompter.encode, messages, tools, namespace)
     try:
         run = await service.start([prompt.token_ids], params, namespace)
     except GrammarError as error:
-        raise invalid(str(error), "response_format" if body.response_format else "tools") from error
+        raise grammar_refused(error, "response_format" if body.response_format else "tools") from error
     writer = _Writer(body, prompt, params, service)
     if body.stream:
         return await openai_events(run, writer, request, options=options, n=params.n)
@@ -176,7 +166,7 @@ async def _whole(run: Run, writer: _Writer, request: Request) -> Response:
             completion_tokens=sum(done.usage.completion_tokens for done in completions),
         ),
     }
-    return JSONResponse(answer | writer.prompt_ids())
+    return JsonAnswer(answer | writer.prompt_ids())
 
 
 class _Writer:

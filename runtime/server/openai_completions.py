@@ -13,13 +13,13 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.prompts import encode
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.connection import while_connected
-from phloem.runtime.server.errors import invalid
+from phloem.runtime.server.errors import JsonAnswer, invalid
 from phloem.runtime.server.openai_fields import GenerationFields, new_id, usage_dict
 from phloem.runtime.server.openai_logprobs import CompletionLogprobs, joined
 from phloem.runtime.server.openai_stream import openai_events
@@ -101,7 +101,7 @@ async def _whole(run: Run, writer: _Writer, request: Request) -> Response:
     finally:
         run.close()
     n = writer.params.n
-    return JSONResponse(
+    return JsonAnswer(
         {
             **writer.head,
             "choices": [writer.choice(index, done) for index, done in enumerate(completions)],

@@ -67,13 +67,14 @@ class Tool(BaseModel):
     type: Literal["function"]
     function: Function
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as templates want it."""
-        function: dict[str, Any] = {"name": self.function.name}
-        if self.function.description:
-            function["description"] = self.function.description
-        function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": function}
+
+def tool_dict(function: Function) -> dict[str, Any]:
+    """Return a tool as templates want it."""
+    found: dict[str, Any] = {"name": function.name}
+    if function.description:
+        found["description"] = function.description
+    found["parameters"] = function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": found}
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:

@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse
 
+from phloem.runtime.server.errors import JsonAnswer
 from phloem.runtime.server.service import Service, ServiceDep, TenantDep
 
 router = APIRouter(tags=["openai"])
 
 
 @router.get("/v1/models")
-async def list_models(service: ServiceDep, tenant: TenantDep) -> JSONResponse:
+async def list_models(service: ServiceDep, tenant: TenantDep) -> JsonAnswer:
     """List the names of the model."""
     names = service.settings.served_names
-    return JSONResponse({"object": "list", "data": [_card(service, name) for name in names]})
+    return JsonAnswer({"object": "list", "data": [_card(service, name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}")
-async def get_model(name: str, service: ServiceDep, tenant: TenantDep) -> JSONResponse:
+async def get_model(name: str, service: ServiceDep, tenant: TenantDep) -> JsonAnswer:
     """Describe the model."""
     service.check_model(name)
-    return JSONResponse(_card(service, name))
+    return JsonAnswer(_card(service, name))
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:

@@ -38,12 +38,22 @@ async def openai_events(
         PhloemError: The run failed before it.
     """
     chunks = run.chunks()
+    first = await first_chunk(run, chunks, request)
+    return EventStream(_events(first, chunks, writer, options, n), on_end=run.close)
+
+
+async def first_chunk(run: Run, chunks: AsyncIterator[IndexedChunk], request: Request) -> IndexedChunk:
+    """Wait for the first chunk; without one the run is closed.
+
+    Raises:
+        ClientGone: The client did not wait for it.
+        PhloemError: The run failed before it.
+    """
     try:
-        first = await while_connected(request, _first(chunks))
+        return await while_connected(request, _first(chunks))
     except BaseException:
         run.close()
         raise
-    return EventStream(_events(first, chunks, writer, options, n), on_end=run.close)
 
 
 async def _first(chunks: AsyncIterator[IndexedChunk]) -> IndexedChunk:

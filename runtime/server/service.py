@@ -21,6 +21,7 @@ from phloem.runtime.server.auth import Tenant
 from phloem.runtime.server.chat_prompt import Prompter
 from phloem.runtime.server.errors import ApiError, Failure, not_found
 from phloem.runtime.server.gate import Gate, Ticket
+from phloem.runtime.server.responses_store import ResponseStore
 from phloem.runtime.server.settings import ServerSettings
 from phloem.runtime.server.token_texts import TokenTexts
 from phloem.runtime.server.totals import Totals
@@ -116,6 +117,7 @@ class Service:
         self.gate = Gate(settings.max_requests, retry_after_s=settings.retry_after_s)
         self.totals = Totals()
         self.answers = AnswerMemory(settings.answer_memory_bytes)
+        self.responses = ResponseStore(settings.stored_responses_bytes)
         self.prompter = Prompter(engine, self.answers)
         self.token_texts = TokenTexts(engine.tokenizer)
         self.started_at = int(time.time())

@@ -14,7 +14,7 @@ MIN_KEY_CHARACTERS = 8
 
 _WHOLE = (
     "max_requests", "retry_after_s", "max_body_bytes", "max_depth", "max_n", "max_logprobs", "max_grammar_bytes",
-    "answer_memory_bytes"
+    "answer_memory_bytes", "stored_responses_bytes",
 )  # fmt: skip
 _SECONDS = ("request_timeout_s", "body_timeout_s", "drain_s", "log_interval_s")
 
@@ -74,6 +74,9 @@ class ServerSettings:
 
     answer_memory_bytes: int = 64 << 20
     """For the tokens of answers, so that conversations which come back as text hit them."""
+
+    stored_responses_bytes: int = 64 << 20
+    """For responses that can be read again, or gone on from."""
 
     max_grammar_bytes: int = 64 << 10
     """Of a JSON schema, and of all tools' schemas together."""

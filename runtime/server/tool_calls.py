@@ -136,6 +136,31 @@ def _check_size(schemas: Any, max_bytes: int, field: str) -> None:
         raise invalid(f"the schemas have {num_bytes:,} bytes; at most {max_bytes:,} are compiled", field)
 
 
-def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the arguments' schema of each tool in OpenAI's form."""
-    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+def tool_use(
+    tools: Sequence[Mapping[str, Any]],
+    mode: Literal["none", "auto", "required"] | None,
+    *,
+    chosen: str | None = None,
+    several: bool | None = None,
+) -> ToolUse:
+    """Return which tools an answer may call.
+
+    Args:
+        tools: In OpenAI's form, `{"type": "function", "function": {...}}`.
+        mode: What the request says; None is `auto`.
+        chosen: The one tool that must be called.
+        several: Whether an answer may have several calls. None: if they are not forced.
+
+    Raises:
+        ApiError: Two tools have one name, or what must be called is none of them.
+    """
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    if len(schemas) < len(tools):
+        raise invalid("two tools have the same name", "tools")
+    if chosen is not None:
+        if chosen not in schemas:
+            raise invalid(f"tool_choice names {chosen!r}, which is none of the tools", "tool_choice")
+        return ToolUse({chosen: schemas[chosen]}, "required", allows_several=False)
+    if mode == "required" and not tools:
+        raise invalid("tool_choice is required, but there are no tools", "tool_choice")
+    return ToolUse(schemas, mode or "auto", allows_several=mode != "required" if several is None else several)
