@@ -9,6 +9,7 @@ from search_trees import PROMPT, distinct_tokens, make_engine, sample, shape, to
 
 from phloem.runtime import Engine, EngineClosed, InvalidRequest
 from phloem.runtime.frontend.search import (
+    Budget,
     Node,
     Propose,
     Puct,
@@ -221,6 +222,28 @@ def test_proposed_texts_are_nodes_and_none_is_a_dead_end(engine: Engine) -> None
             assert [node.is_pruned for node in dead] == [True]
             assert engine.stats().computed_tokens == 0, "nothing was needed of the model"
             assert tree.branch(found[0]).text == PROMPT + " a a a"
+
+
+@pytest.mark.parametrize("max_tokens", [None, 420])
+@pytest.mark.parametrize("name", ["dvts", "mcts"])
+def test_which_step_is_finished_first_decides_nothing(
+    tiny_path: Path, name: str, max_tokens: int | None
+) -> None:
+    step = sample(3, max_tokens=40, min_tokens=1, stop_token_ids=tuple(range(40)))
+    searches: dict[str, Search] = {
+        "dvts": lambda tree: dvts(tree, step, worth, depth=4),
+        "mcts": lambda tree: mcts(tree, step, worth, expansions=10, parallel=5),
+    }
+    found = []
+    for max_running in (64, 1, 2):
+        with (
+            make_engine(tiny_path, max_running=max_running) as engine,
+            SearchTree(engine, PROMPT, seed=3, budget=Budget(max_tokens=max_tokens)) as tree,
+        ):
+            searches[name](tree)
+            found.append(shape(tree))
+    assert len({len(tokens) for _, tokens, *_ in found[0]}) > 5, "steps of many lengths"
+    assert found[0] == found[1] == found[2]
 
 
 def test_dvts_called_again_after_a_dead_end_goes_on_with_the_other_subtrees(engine: Engine) -> None:

@@ -163,6 +163,9 @@ def test_a_value_that_fails_leaves_the_tree_as_it_was_and_can_be_tried_again(eng
             breadth_first(again, sample(3), failing, keep=2, depth=2)
         assert len(list(again.nodes())) == 4
         assert engine.stats().running == engine.stats().waiting == 0
+        for node in again.nodes():
+            again.holdings.park(node)
+        assert held_blocks(engine) == again.holdings.num_blocks == 0, "nothing else is held"
         breadth_first(again, sample(3), failing, keep=2, depth=2)
         assert shape(again) == shape(tree)
 
