@@ -12,11 +12,11 @@ help:            ## This list
 
 setup: $(STAMP)  ## Make .venv and install phloem into it, with what tests and lint need
 
-$(STAMP): pyproject.toml constraints.txt requirements-flashinfer.txt
+$(STAMP): pyproject.toml constraints.txt requirements-flashinfer.txt requirements-sglang.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing phloem and its dependencies (about a minute; torch is the large one)"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-flashinfer.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-flashinfer.txt -r requirements-sglang.txt
 	@touch $@
 
 demo: setup      ## Chat and sixteen questions on a real model, with the prefix cache on and off

@@ -23,6 +23,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
         ("treequest_search", ["20 states", "prompt tokens came from the cache"]),
         ("fewshot_select", ["of 10 right", "of them from the cache", "[0] select answer"]),
         ("fork_join", ["For the shops, it means that", "All in all,", "[0.2] gen view"]),
+        ("sglang_program", ["owl", "Flies: ", "prompt tokens came from the cache"]),
         ("extract", ["Person(name='Anna Berg', age=34, job='teacher')", "prompt tokens cached"]),
     ],
 )
@@ -31,6 +32,8 @@ def test_an_example_runs(
 ) -> None:
     if name == "treequest_search":
         pytest.importorskip("treequest", reason="treequest is not installed; it needs Python 3.11")
+    if name == "sglang_program":
+        pytest.importorskip("sglang", reason="needs SGLang's frontend (requirements-sglang.txt)")
     runpy.run_path(str(EXAMPLES / f"{name}.py"))
     output = capsys.readouterr().out
     for text in shown:

@@ -55,6 +55,12 @@ ALLOWED = {
                                         "phloem.runtime.grammar", "phloem.runtime.outputs",
                                         "phloem.runtime.sampling_params",
                                         "phloem.runtime.frontend.session", "phloem.radix"),
+    # It grows the same paths as a program does.
+    "phloem.runtime.frontend.sglang": ("phloem.runtime.engine", "phloem.runtime.branch", "phloem.runtime.errors",
+                                       "phloem.runtime.grammar", "phloem.runtime.outputs",
+                                       "phloem.runtime.sampling_params", "phloem.runtime.tokenizer",
+                                       "phloem.runtime.frontend.program",
+                                       "phloem.runtime.frontend.sglang", "phloem.radix"),
     # What a program of a user's could import too, and no part of the engine below it.
     "phloem.runtime.server": ("phloem.runtime.chat_messages", "phloem.runtime.engine", "phloem.runtime.branch", "phloem.runtime.errors",
                               "phloem.runtime.expand", "phloem.runtime.explain", "phloem.runtime.generation",
@@ -136,6 +142,17 @@ def test_only_the_path_cache_uses_the_tree_and_few_own_tensors() -> None:
         assert f"phloem.runtime.{module}" not in users_of("torch")
         assert f"phloem.runtime.{module}" not in users_of("phloem.kernels.kv_store")
     assert not {module for module in users_of("torch") if within(module, ("phloem.radix",))}
+
+
+def test_only_its_frontend_imports_sglang() -> None:
+    own = "phloem.runtime.frontend.sglang"
+    users = {
+        module
+        for module, path in modules().items()
+        for _, name in imports(path)
+        if within(name, ("sglang", own)) and not within(module, (own,))
+    }
+    assert not users
 
 
 def test_kernels_has_no_init() -> None:

@@ -149,22 +149,28 @@ def _healing(params: SamplingParams, seam: _Seam) -> SamplingParams:
 
 
 def _drop_end(path: TokenPath, completion: Completion, seam: _Seam) -> None:
+    """Do as `drop_end`, for text that begins with a seam."""
+    ids = completion.token_ids
+    if not completion.text and not (" " + path.engine.tokenizer.decode(ids)).endswith(seam.text):
+        # It took more tokens than there were to say the seam again.
+        path.cut(len(path.ids) - len(ids))
+        path.append(seam.ids, is_text=True)
+        return
+    drop_end(path, completion, seam.text)
+
+
+def drop_end(path: TokenPath, completion: Completion, healed: str = "") -> None:
     """Cut off what ended the text, the end-of-sequence token or a stop string: it is no part of what the program asked for.
 
     Of a token in which a stop string began, the part before it is appended as text.
     """
     tokenizer, ids = path.engine.tokenizer, completion.token_ids
-    if not completion.text and not (" " + tokenizer.decode(ids)).endswith(seam.text):
-        # It took more tokens than there were to say the seam again.
-        path.cut(len(path.ids) - len(ids))
-        path.append(seam.ids, is_text=True)
-        return
     if completion.finish_reason != "stop" or not ids:
         return
     if ids[-1] in tokenizer.eos_token_ids:
         path.cut(len(path.ids) - 1)
         return
-    text = seam.text + completion.text
+    text = healed + completion.text
     for count in range(len(ids), -1, -1):
         part = tokenizer.decode(ids[:count])
         # The tokenizer may drop a first space.

@@ -147,6 +147,12 @@ class TokenPath:
             for each in branches
         ]
 
+    def rest(self) -> None:
+        """Let go of the branch. The next `settle` opens another one, which takes what the cache still has."""
+        branch, self.branch, self.num_synced = self.branch, None, 0
+        if branch is not None:
+            branch.release()
+
     def check(self) -> None:
         """Raise `BranchReleased` when the path was released."""
         if self.is_released:
