@@ -265,7 +265,7 @@ class Engine:
         Raises:
             InvariantError: One does not hold: a bug of phloem's own.
         """
-        self._core.call(lambda: self._core.paths.cache.check()).result()
+        self._core.call(lambda: self._core.paths.check()).result()
 
     def clear_cache(self) -> None:
         """Forget every cached prefix. Requests under way keep what they use until they end."""

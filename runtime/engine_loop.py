@@ -152,9 +152,8 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         """Counters of the loop and of what it owns. Only for the engine's thread: go through `call`."""
-        self.scheduler.paths.cache.expire()  # an idle engine has no steps in which leases end
         return EngineStats(
-            cache=self.scheduler.paths.cache.stats(),
+            cache=self.scheduler.paths.stats(),
             kept_tails=len(self.scheduler.paths.tails),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),

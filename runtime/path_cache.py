@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from phloem.radix import Explanation, Lease, Miss, MissReason, Namespace, NodeRef, OutOfBlocks, RadixCache
+from phloem.radix import (
+    CacheStats,
+    Explanation,
+    Lease,
+    Miss,
+    MissReason,
+    Namespace,
+    NodeRef,
+    OutOfBlocks,
+    RadixCache,
+)
 from phloem.runtime.batch import RowCopy
 from phloem.runtime.explain import with_known
 from phloem.runtime.path import Path, SharedTail, Sighting
@@ -43,6 +53,11 @@ class PathCache:
         """Idle paths that hold something."""
         return len(self._idle)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self.cache.pool.num_blocks
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
@@ -74,6 +89,23 @@ class PathCache:
             PinRefused: The budget for pins does not hold it.
         """
         return self.cache.pin(path.namespace, path.tokens, ttl=ttl, owner=owner)
+
+    def expire(self) -> None:
+        """End the leases whose time is over."""
+        self.cache.expire()
+
+    def stats(self) -> CacheStats:
+        """Return the cache's counters and the state of its pool. An idle engine has no steps in which leases end: they do here."""
+        self.expire()
+        return self.cache.stats()
+
+    def check(self) -> None:
+        """Prove the cache's invariants.
+
+        Raises:
+            InvariantError: One does not hold.
+        """
+        self.cache.check()
 
     # Active paths
 

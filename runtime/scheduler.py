@@ -75,7 +75,7 @@ class Scheduler:
                 f"{len(self.waiting)} requests wait already, as many as max_waiting allows; try again later"
             )
         needed = self.paths.blocks_for(len(request.tokens))
-        num_blocks = self.paths.cache.pool.num_blocks
+        num_blocks = self.paths.num_blocks
         if needed > num_blocks:
             raise CacheFull(
                 f"the prompt of {len(request.tokens)} tokens needs {needed} blocks of {self.block_size} tokens, and the pool has "
@@ -99,7 +99,7 @@ class Scheduler:
         With nothing running, the oldest waiting request starts or is refused: a step never leaves all of them waiting, except
         for one in which the only running request was preempted.
         """
-        self.paths.cache.expire()
+        self.paths.expire()
         batch = Batch()
         budget = self.max_step_tokens
         preempted = self.preemptions
