@@ -240,8 +240,7 @@ class PathCache:
             return False
         if not self.prefix_cache:
             return True
-        seen = self._seen(path)
-        return min(seen.num_tokens + seen.tail_tokens, reusable) <= path.num_computed
+        return min(self._reach(path), reusable) <= path.num_computed
 
     def _seen(self, path: Path) -> Sighting:
         """Look how much of a path the tree has; a memory compare, unless neither path nor cache have changed since the last time."""

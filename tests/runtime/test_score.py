@@ -145,3 +145,14 @@ def test_a_cancelled_score_stops_all_of_its_continuations(tiny_engine: Engine) -
         asyncio.run(score_and_leave(root))
         stats = tiny_engine.stats()
         assert stats.running == stats.waiting == 0
+
+
+def test_a_branch_goes_on_from_what_its_score_computed(tiny_engine: Engine) -> None:
+    """The winner of a choice is appended: all of it but its last token is there, also inside a block."""
+    with tiny_engine.branch(ids(40)) as root:
+        root.score([[1, 2, 3, 4], [5, 6, 7, 8]])
+        done = root.append([5, 6, 7, 8]).generate(GREEDY)
+        assert done.usage.cached_tokens == 43
+    tiny_engine.clear_cache()
+    [cold] = tiny_engine.generate([*ids(40), 5, 6, 7, 8], GREEDY)
+    assert (cold.token_ids, cold.usage.cached_tokens) == (done.token_ids, 0)
