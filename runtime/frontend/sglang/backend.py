@@ -178,15 +178,15 @@ class PhloemBackend(BaseBackend):  # type: ignore[misc]
 
         What follows the first one is computed, since its tokens lie after other ones now.
         """
-        parent, *forks = self._paths.find([dst_rid, *src_rids])
+        executors = self._paths.find([dst_rid, *src_rids])
+        if len(executors) <= len(src_rids) or not executors[1].fork_start_text_pos:
+            return  # nothing was computed of one of them: the text is tokenised when it is needed
+        parent, *forks = executors
         start: int = forks[0].fork_start_text_pos
-        if not start:
-            return  # there is no token to start from: the text is tokenised when it is needed
         with self._paths.following(parent, parent.text_[:start]) as held:
             for fork in forks:
                 with self._paths.following(fork) as gained:
-                    held.path.append(gained.path.ids[gained.num_fork_tokens :], is_text=False)
-                    held.cover(fork.text_[start:])
+                    held.take(gained, fork.text_[start:])
 
     def _meta(self, completion: Completion, order: Order) -> dict[str, Any]:
         return completion_meta(self._engine.tokenizer, completion, with_text=order.with_text)

@@ -85,6 +85,19 @@ class Held:
         """Note that the path stands for so much more text, or text with other tokens at its end."""
         self.covered = self.covered.plus(text, len(self.path.ids))
 
+    def take(self, fork: Held, text: str) -> None:
+        """Append the text that a fork gained, by its tokens. Where the fork went on from just here, its KV comes with them.
+
+        Raises:
+            PromptTooLong: The path would leave no room for a token more.
+        """
+        start, ids = fork.num_fork_tokens, fork.path.ids
+        if ids[:start] == self.path.ids:
+            self.path.follow(ids[start:], fork.settled().fork()[0])
+        else:
+            self.path.append(ids[start:], is_text=False)
+        self.cover(text)
+
     def settled(self) -> Branch:
         """Return the branch, which holds the path's tokens.
 
@@ -153,10 +166,10 @@ class Paths:
             self.end(executor)
 
     def find(self, sids: Sequence[str]) -> list[StreamExecutor]:
-        """Return the executors of these ids, which were seen before. O(executors)."""
+        """Return the executors of these ids, without those that nothing was computed for. O(executors)."""
         with self._guard:
             by_sid = {executor.sid: executor for executor in self._held}
-        return [by_sid[sid] for sid in sids]
+        return [by_sid[sid] for sid in sids if sid in by_sid]
 
     def _rest_if_done(self, executor: StreamExecutor, held: Held) -> None:
         if executor in self._ended and not held.is_busy and not _has_work(executor):

@@ -1,8 +1,10 @@
 """SGLang's frontend over an engine: the real interpreter, and what its programs reuse."""
 
 import re
+from pathlib import Path
 
 import pytest
+from chat_models import TEMPLATES, make_chat_model
 
 from phloem.runtime import Engine, Grammar, InvalidRequest, ProgramError, PromptTooLong, SamplingParams
 
@@ -280,6 +282,36 @@ def test_another_template_can_be_named(tiny_engine: Engine) -> None:
 
     state = run(PhloemBackend(tiny_engine, chat_template="default"), chat)
     assert state.text().startswith("USER:Hello\nASSISTANT:")
+
+
+@pytest.mark.parametrize("name", ["injects", "trims", None])
+def test_a_templates_own_words_are_kept(tmp_path: Path, name: str | None) -> None:
+    def chat(s):
+        s += sgl.user("Hello")
+        s += sgl.assistant(sgl.gen("first", **GREEDY))
+
+    template = None if name is None else TEMPLATES[name]
+    with Engine(make_chat_model(tmp_path, template), dtype="float32", num_blocks=64) as engine:
+        state = run(PhloemBackend(engine), chat)
+        if name is None:
+            assert state.text() == f"USER:Hello\nASSISTANT:{state['first']}\n"
+        else:
+            ids = engine.tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+            rendered = engine.tokenizer.decode(ids, skip_special_tokens=False)
+            assert f"<|bos|>{state.text()}".startswith(rendered + state["first"])
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"), [("refuses", ["system"]), ("hoists", ["system"]), ("counts", ["system", "user"])]
+)
+def test_roles_that_can_not_be_appended_are_refused(tmp_path: Path, name: str, refused: list[str]) -> None:
+    with Engine(make_chat_model(tmp_path, TEMPLATES[name]), dtype="float32", num_blocks=64) as engine:
+        backend = PhloemBackend(engine)
+        for role in refused:
+            with pytest.raises(InvalidRequest, match=f"takes no '{role}' messages") as caught:
+                run(backend, lambda s, role=role: s.stream_executor.submit(getattr(sgl, role)("Hello")))
+            assert caught.value.field == "role"
+        assert run(backend, plain.func)["answer"], "text needs no template"
 
 
 # Errors

@@ -125,11 +125,28 @@ def test_join_appends_the_forks_tokens(tiny_engine: Engine, backend: PhloemBacke
     shared, gained = len(TEXT) + 1, 2 + 12
     # Not encoded again, and the first fork's KV is where it belongs.
     assert last["prompt_tokens"] == shared + 2 * gained
-    assert last["cached_tokens"] >= shared
+    assert last["cached_tokens"] == shared + gained
     assert state.text().startswith(TEXT + " x")
 
 
 # Streams and batches
+
+
+@pytest.mark.parametrize(("text", "size"), [("", 2), (TEXT, 1), ("", 1)])
+def test_join_of_forks_that_nothing_was_computed_for(
+    tiny_engine: Engine, backend: PhloemBackend, text: str, size: int
+) -> None:
+    def joined(s):
+        s += text
+        kids = s.fork(size)
+        kids += lambda index: f"{index} and "
+        kids.join("concate_and_append")
+        s += sgl.gen("last", **GREEDY)
+
+    state = run(backend, joined)
+    whole = text + "".join(f"{index} and " for index in range(size))
+    assert state.text() == whole + state["last"]
+    assert state["last"] == alone(tiny_engine, whole)
 
 
 def test_a_stream_gives_the_text_in_pieces(tiny_engine: Engine, backend: PhloemBackend) -> None:
