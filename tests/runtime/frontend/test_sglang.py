@@ -13,7 +13,7 @@ PhloemBackend = pytest.importorskip("phloem.runtime.frontend.sglang").PhloemBack
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 TEXT = "the quick brown fox jumps over the lazy dog"
-CHOICES = [" yes", " no", " no way", "n"]
+CHOICES = [" yes, always", " no, never", " no, never again"]
 
 
 @pytest.fixture
@@ -79,8 +79,11 @@ def test_what_was_generated_is_not_encoded_again(tiny_engine: Engine, backend: P
 def test_a_stop_string_ends_the_text_and_stays_out_of_the_state(
     tiny_engine: Engine, backend: PhloemBackend
 ) -> None:
-    whole = alone(tiny_engine, TEXT, max_tokens=30)
-    stop = whole[4:6]
+    [whole] = tiny_engine.generate(TEXT, SamplingParams(**{**GREEDY, "max_tokens": 30}))
+    stop = whole.text[4:6]
+    before = whole.text[: whole.text.index(stop)]
+    decode = tiny_engine.tokenizer.decode
+    num_before = next(n for n in range(30) if decode(whole.token_ids[:n]) == before)
 
     def stopped(s, stop):
         s += TEXT + sgl.gen("answer", temperature=0, max_tokens=30, ignore_eos=True, stop=stop)
@@ -88,9 +91,10 @@ def test_a_stop_string_ends_the_text_and_stays_out_of_the_state(
 
     for given in (stop, [stop, "never"]):
         state = run(backend, stopped, given)
-        assert state["answer"] == whole[: whole.index(stop)]
+        assert state["answer"] == before
         assert state.get_meta_info("answer")["finish_reason"] == {"type": "stop"}
-        assert state.text() == f"{TEXT}{state['answer']}!{state['more']}"
+        assert state.text() == f"{TEXT}{before}!{state['more']}"
+        assert state.get_meta_info("more")["prompt_tokens"] == 1 + len(TEXT) + num_before + 1
 
 
 def test_options_reach_the_engine(tiny_engine: Engine, backend: PhloemBackend) -> None:

@@ -10,7 +10,6 @@ PhloemBackend = pytest.importorskip("phloem.runtime.frontend.sglang").PhloemBack
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 TEXT = "the quick brown fox jumps over the lazy dog"
-CHOICES = [" yes", " no", " no way", "n"]
 
 
 @pytest.fixture
