@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
+import anyio
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from phloem.runtime.server.errors import ClientGone, printable
+
+logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -51,14 +55,26 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncIterator[str], *, on_end: Callable[[], None], send_timeout_s: float
+    ) -> None:
+        """Prepare the answer; a client that takes nothing for `send_timeout_s` is taken for gone."""
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._on_end = on_end
+        self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
+
+        async def send_in_time(message: Message) -> None:
+            with anyio.fail_after(self._send_timeout_s):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            # The answer is not complete, so the server closes the connection.
+            logger.info("a client took nothing of its stream for %g s", self._send_timeout_s)
         finally:
             self._on_end()
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from phloem.runtime.server.auth import KeyRing, key_in
 from phloem.runtime.server.errors import ApiError, Failure, Render, invalid, respond
 from phloem.runtime.server.gate import Gate
-from phloem.runtime.server.settings import ServerSettings
+from phloem.runtime.server.settings import ServerSettings, is_loopback
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/openapi.json"})
 """What needs no key, and works while the server drains."""
@@ -56,6 +56,8 @@ class Gatekeeper:
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the body of a request that may pass; None if its client has gone."""
+        if self._settings.serves_this_machine_only:
+            _check_host(scope)
         if scope["path"] not in OPEN_PATHS:
             tenant = self._keys.tenant_of(key_in(scope["headers"]))
             scope.setdefault("state", {})["tenant"] = tenant
@@ -97,6 +99,15 @@ async def _read_at_most(receive: Receive, limit: int) -> bytes | None:
             raise _too_large(limit)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def _check_host(scope: Scope) -> None:
+    """Refuse a request under another machine's name: a web page whose name was made to point here (DNS rebinding)."""
+    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    if not is_loopback(name.strip("[]")):
+        message = f"requests for {name!r} are not served: set an API key, or allow_anonymous"
+        raise ApiError(Failure(403, "permission", message))
 
 
 def _too_large(limit: int) -> ApiError:

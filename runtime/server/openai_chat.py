@@ -148,7 +148,8 @@ async def create_chat_completion(
         raise grammar_refused(error, "response_format" if body.response_format else "tools") from error
     writer = _Writer(body, prompt, params, service)
     if body.stream:
-        return await openai_events(run, writer, request, options=options, n=params.n)
+        events = await openai_events(run, writer, request, options=options, n=params.n)
+        return service.stream(events, run)
     return await _whole(run, writer, request)
 
 

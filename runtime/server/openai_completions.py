@@ -91,7 +91,8 @@ async def create_completion(
     run = await service.start(prompts, params, body.namespace(tenant))
     writer = _Writer(body, prompts, params, service)
     if body.stream:
-        return await openai_events(run, writer, request, options=options, n=params.n)
+        events = await openai_events(run, writer, request, options=options, n=params.n)
+        return service.stream(events, run)
     return await _whole(run, writer, request)
 
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from phloem.runtime.errors import PhloemError
 from phloem.runtime.outputs import Chunk
-from phloem.runtime.server.connection import DONE, EventStream, event, while_connected
+from phloem.runtime.server.connection import DONE, event, while_connected
 from phloem.runtime.server.errors import failure_of, openai_error
 from phloem.runtime.server.openai_fields import StreamOptions, UsageSoFar
 from phloem.runtime.server.service import IndexedChunk, Run
@@ -30,8 +30,8 @@ class ChoiceWriter(Protocol):
 
 async def openai_events(
     run: Run, writer: ChoiceWriter, request: Request, *, options: StreamOptions, n: int
-) -> EventStream:
-    """Answer with a stream of events. It begins with the first token, so that what fails before has a status of its own.
+) -> AsyncIterator[str]:
+    """Wait for the first token and return the events, so that what fails before it has a status of its own.
 
     Raises:
         ClientGone: The client did not wait for the first token.
@@ -39,7 +39,7 @@ async def openai_events(
     """
     chunks = run.chunks()
     first = await first_chunk(run, chunks, request)
-    return EventStream(_events(first, chunks, writer, options, n), on_end=run.close)
+    return _events(first, chunks, writer, options, n)
 
 
 async def first_chunk(run: Run, chunks: AsyncIterator[IndexedChunk], request: Request) -> IndexedChunk:

@@ -19,6 +19,7 @@ from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.answers import AnswerMemory
 from phloem.runtime.server.auth import Tenant
 from phloem.runtime.server.chat_prompt import Prompter
+from phloem.runtime.server.connection import EventStream
 from phloem.runtime.server.errors import ApiError, Failure, not_found
 from phloem.runtime.server.gate import Gate, Ticket
 from phloem.runtime.server.responses_store import ResponseStore
@@ -164,6 +165,10 @@ class Service:
             self.totals.count(completion, is_first=index % params.n == 0)
 
         return Run(generations, ticket, open_runs=self._runs, count=count)
+
+    def stream(self, events: AsyncIterator[str], run: Run) -> EventStream:
+        """Return an answer of server-sent events, at whose end the run is closed."""
+        return EventStream(events, on_end=run.close, send_timeout_s=self.settings.send_timeout_s)
 
     def abort_all(self) -> None:
         """End all generations; what there is of them is still answered."""

@@ -11,12 +11,13 @@ from typing import Any
 from phloem.runtime.errors import InvalidRequest
 
 MIN_KEY_CHARACTERS = 8
+MIN_SECRET_BYTES = 16
 
 _WHOLE = (
     "max_requests", "retry_after_s", "max_body_bytes", "max_depth", "max_n", "max_logprobs", "max_grammar_bytes",
     "answer_memory_bytes", "stored_responses_bytes",
 )  # fmt: skip
-_SECONDS = ("request_timeout_s", "body_timeout_s", "drain_s", "log_interval_s")
+_SECONDS = ("request_timeout_s", "body_timeout_s", "send_timeout_s", "drain_s", "log_interval_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,9 @@ class ServerSettings:
     request_timeout_s: float = 600.0
     body_timeout_s: float = 30.0
     """How long a client may take to send a request."""
+
+    send_timeout_s: float = 60.0
+    """How long a client may take nothing of a stream, before it is taken for gone."""
 
     drain_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
@@ -96,6 +100,8 @@ class ServerSettings:
             f"port must be from 0 to 65535, not {self.port!r}",
             "port",
         )
+        good = isinstance(self.secret, bytes) and len(self.secret) >= MIN_SECRET_BYTES
+        _require(good, f"the secret must be at least {MIN_SECRET_BYTES} bytes", "secret")
         for key in (*self.api_keys, *(() if self.admin_key is None else (self.admin_key,))):
             good = isinstance(key, str) and len(key) >= MIN_KEY_CHARACTERS and key.isascii()
             _require(good, f"a key must be at least {MIN_KEY_CHARACTERS} ASCII characters", "api_keys")
@@ -105,6 +111,11 @@ class ServerSettings:
             f"{self.host} can be reached from other machines: set an API key, or allow_anonymous to serve anybody",
             "host",
         )
+
+    @property
+    def serves_this_machine_only(self) -> bool:
+        """Whether nothing but the address keeps others out."""
+        return is_loopback(self.host) and not self.api_keys and not self.allow_anonymous
 
     def replace(self, **changes: Any) -> ServerSettings:
         """Return a copy with some settings changed.

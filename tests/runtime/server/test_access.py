@@ -55,7 +55,7 @@ def test_this_machine_is_served_without_a_key(host: str) -> None:
     "changes",
     [
         {"served_names": ()}, {"port": 65536}, {"port": True}, {"max_requests": 0}, {"drain_s": 0},
-        {"request_timeout_s": float("nan")}, {"api_keys": ("short",)}, {"api_keys": KEYS, "admin_key": KEYS[0]},
+        {"request_timeout_s": float("nan")}, {"api_keys": ("short",)}, {"secret": b"short"}, {"secret": "x" * 32}, {"api_keys": KEYS, "admin_key": KEYS[0]},
     ],
 )  # fmt: skip
 def test_a_setting_out_of_range_is_refused_by_name(changes: dict[str, object]) -> None:
@@ -81,6 +81,20 @@ def test_keys(engine: Engine) -> None:
             assert client.get("/v1/models", headers={"x-api-key": key}).status_code == 200
         # Also what does not exist needs a key, so that nobody can look around.
         assert client.get("/v1/nothing").status_code == 401
+
+
+def test_without_a_key_another_machines_name_is_not_served(engine: Engine) -> None:
+    with live_server(engine) as server, server.client() as client:
+        for host, status in (
+            ("evil.example", 403),
+            ("evil.example:80", 403),
+            ("localhost:1", 200),
+            ("[::1]:1", 200),
+        ):
+            assert client.get("/v1/models", headers={"Host": host}).status_code == status
+    with live_server(engine, api_keys=KEYS) as server, server.client() as client:
+        headers = {"Host": "evil.example", "x-api-key": KEYS[0]}
+        assert client.get("/v1/models", headers=headers).status_code == 200
 
 
 def test_each_key_and_each_salt_has_a_namespace_of_its_own() -> None:
@@ -141,5 +155,5 @@ def test_a_body_that_does_not_come_is_not_waited_for(engine: Engine) -> None:
     with live_server(engine, body_timeout_s=0.05) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(b"POST /v1/models HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+            connection.sendall(b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
             assert connection.recv(100).startswith(b"HTTP/1.1 408")

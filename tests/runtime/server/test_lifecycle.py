@@ -173,3 +173,17 @@ def test_many_clients_at_once_get_what_each_would_get_alone(server: LiveServer) 
     assert len(answers) == 16
     assert all(answers[number] == answers[number % 4] for number in range(16))
     assert len({answers[number] for number in range(4)}) == 4
+
+
+def test_a_client_that_takes_nothing_of_its_stream_is_given_up(engine: Engine) -> None:
+    with live_server(engine, send_timeout_s=0.2) as server:
+        content = json.dumps({**ENDLESS, "logprobs": 100, "n": 4, "stream": True}).encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            wait_until_running(server)
+            server.wait_until_idle()
+        assert server.service.totals.finished["length"] == 0
