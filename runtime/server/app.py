@@ -1,4 +1,9 @@
-"""The application: all protocols, what they pass before, and the form of their errors."""
+"""The application: all protocols, what they pass before, and the form of their errors.
+
+A protocol is a module with an `APIRouter`, listed in `ROUTERS`, and in `ERROR_FORMS` where its errors are not in OpenAI's form. Its handlers
+take `ServiceDep` and `TenantDep`; they ask `service.gate.check` before they work for a request, `service.start` a run, and close it, by
+`service.stream` or by hand. Whoever has no key never gets there.
+"""
 
 from __future__ import annotations
 

@@ -36,6 +36,16 @@ class Gate:
         """Take places for so many generations.
 
         Raises:
+            ApiError: As `check`.
+        """
+        self.check(count)
+        self.active += count
+        return Ticket(self, count)
+
+    def check(self, count: int) -> None:
+        """Check that there are places for so many generations; before any work is done for them, such as encoding.
+
+        Raises:
             ApiError: 400, there can never be so many; 429, there are not so many left; 503, none are given any more.
         """
         self.check_open()
@@ -49,8 +59,6 @@ class Gate:
             raise ApiError(
                 Failure(429, "rate_limit", message, code="overloaded", retry_after_s=self._retry_after_s)
             )
-        self.active += count
-        return Ticket(self, count)
 
     def check_open(self) -> None:
         """Check that requests are taken.

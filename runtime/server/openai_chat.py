@@ -139,6 +139,7 @@ async def create_chat_completion(
     """Answer a conversation."""
     service.check_model(body.model)
     params, options, namespace = body.checked_params(service), body.usage_options, body.namespace(tenant)
+    service.gate.check(params.n)
     tools = [tool_dict(tool.function) for tool in body.tools or ()]
     messages = chat_messages(body.messages)
     prompt = await asyncio.to_thread(service.prompter.encode, messages, tools, namespace)

@@ -87,7 +87,9 @@ async def create_completion(
     """Complete one prompt or several."""
     service.check_model(body.model)
     params, options = body.checked_params(service), body.usage_options
-    prompts = await asyncio.to_thread(_encoded, body.prompts(), service)
+    given = body.prompts()
+    service.gate.check(len(given) * params.n)
+    prompts = await asyncio.to_thread(_encoded, given, service)
     run = await service.start(prompts, params, body.namespace(tenant))
     writer = _Writer(body, prompts, params, service)
     if body.stream:

@@ -207,6 +207,7 @@ async def list_input_items(response_id: str, service: ServiceDep, tenant: Tenant
 async def _prepare(body: ResponseRequest, service: Service, tenant: Tenant) -> ResponseAnswer:
     use = body.tool_use()
     params, namespace = body.checked_params(service, use), body.namespace(tenant)
+    service.gate.check(1)
     before: tuple[ChatMessage, ...] = ()
     if body.previous_response_id is not None:
         stored = service.responses.get(tenant, body.previous_response_id, field="previous_response_id")

@@ -77,6 +77,13 @@ def test_too_many_requests_are_told_to_come_later_at_once(engine: Engine) -> Non
             assert refused.status_code == 429
             assert refused.headers["Retry-After"] == "7"
             assert "2 that the server takes" in refused.json()["error"]["message"]
+            # No work is done for it: the prompt, which is too long, was not encoded.
+            long = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 9000}]}
+            assert client.post("/v1/chat/completions", json=long).status_code == 429
+            assert (
+                client.post("/v1/responses", json={"model": "tiny", "input": "x" * 9000}).status_code == 429
+            )
+            assert client.post("/v1/completions", json={**ENDLESS, "prompt": "x" * 9000}).status_code == 429
             with client_of(server) as openai, pytest.raises(RateLimitError):
                 openai.completions.create(model="tiny", prompt="a")
             assert client.get("/v1/models").status_code == 200
