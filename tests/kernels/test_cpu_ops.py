@@ -14,8 +14,8 @@ from phloem.kernels.native_build import BuildError
 from phloem.kernels.rope import RotaryEmbedding
 
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: {"rtol": 2e-6, "atol": 2e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6}}
-"""Of bfloat16: one step, where another order of a sum rounds to the other side."""
+TOLERANCE = {torch.float32: {"rtol": 2e-6, "atol": 2e-6}, torch.bfloat16: {"rtol": 2**-6, "atol": 1e-6}}
+"""Of bfloat16: a step for each of two roundings, where another order of a sum falls to the other side."""
 ARCHITECTURES = ["", "-march=x86-64", "-march=haswell"]
 
 
