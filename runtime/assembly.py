@@ -27,7 +27,7 @@ from phloem.runtime.model_runner import ModelRunner
 from phloem.runtime.models.loading import LoadedModel
 from phloem.runtime.path_cache import PathCache
 from phloem.runtime.placement import Placement, attention_spec
-from phloem.runtime.progress import track
+from phloem.runtime.progress import status, track
 from phloem.runtime.scheduler import Scheduler
 from phloem.runtime.step_forward import EagerForward, Forward, GraphForward, bucket_sizes, capture_step
 
@@ -161,7 +161,10 @@ class Assembler:
         with on_device(device):
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-            self._run_largest_step()
+            with status(
+                "Trying the largest step (the first time on a machine this compiles kernels, for minutes)"
+            ):
+                self._run_largest_step()
             step_bytes = torch.cuda.max_memory_allocated(device) - before
             torch.cuda.empty_cache()
             free_bytes: int = torch.cuda.mem_get_info(device)[0]
