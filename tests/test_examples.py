@@ -16,11 +16,29 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
         ("score", ["' Paris'", "log-probability"]),
         ("expand", ["0:", "3:", "The end."]),
         ("constrained", ['{"city": "', "forced by the schema"]),
-        ("game_of_24", ["1 1 11 11: ", "flowchart TD", "prompt tokens came from the cache"]),
-        ("best_of_n", ["votes: {", "best:", "self-consistency: ", "prompt tokens came from the cache"]),
-        ("react_agent", ["Thought: I have to multiply", "Observation: 391", "prompt tokens computed"]),
-        ("chat_branches", ["main: ", "fork of turn 1: ", "loaded: ", "prompt tokens reused"]),
-        ("treequest_search", ["20 states", "prompt tokens came from the cache"]),
+        pytest.param(
+            "game_of_24",
+            ["1 1 11 11: ", "flowchart TD", "prompt tokens came from the cache"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "best_of_n",
+            ["votes: {", "best:", "self-consistency: ", "prompt tokens came from the cache"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "react_agent",
+            ["Thought: I have to multiply", "Observation: 391", "prompt tokens computed"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "chat_branches",
+            ["main: ", "fork of turn 1: ", "loaded: ", "prompt tokens reused"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "treequest_search", ["20 states", "prompt tokens came from the cache"], marks=pytest.mark.slow
+        ),
         ("fewshot_select", ["of 10 right", "of them from the cache", "[0] select answer"]),
         ("fork_join", ["For the shops, it means that", "All in all,", "[0.2] gen view"]),
         ("sglang_program", ["owl", "Flies: ", "prompt tokens came from the cache"]),

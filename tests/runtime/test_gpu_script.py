@@ -45,6 +45,7 @@ def test_wrong_arguments_are_refused_with_the_usage(arguments: tuple[str, ...]) 
     assert "run.sh WHEELS" in done.stderr
 
 
+@pytest.mark.slow
 def test_every_test_is_in_one_shard() -> None:
     shards = run("--shards").stdout.splitlines()
     done = subprocess.run(

@@ -54,6 +54,7 @@ def test_scores_add_the_tokens_that_they_read_and_no_more(smollm2_path: Path) ->
         assert computed <= 1.05 * distinct_tokens(tree) + scored
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_lines_in_the_readme_run(
     smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
