@@ -10,7 +10,7 @@ from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Types of KV and of queries that the kernel has code for."""
+"""Types of KV, of queries and of hidden states that the compiled code is for."""
 MAX_HEAD_DIM = 512
 MAX_PARTIAL_BYTES = 1 << 29
 """Memory for the results of spans; what needs more is computed row by row, with the same bits."""

@@ -6,12 +6,10 @@ from typing import Any
 import torch
 
 from phloem.kernels.activation import silu_and_mul
+from phloem.kernels.cpu_native import DTYPES
 from phloem.kernels.fused_ops import FusedOps, Rotate, torch_ops
 from phloem.kernels.norm import add_norm, rms_norm
 from phloem.kernels.rope import RotaryEmbedding
-
-DTYPES = (torch.float32, torch.bfloat16)
-"""Types that the code is compiled for; torch's operations serve the others."""
 
 
 class _Rows(ctypes.Structure):

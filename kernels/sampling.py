@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-_MIN_TEMPERATURE = 1e-6
-"""Lower ones count as this: float32 would make them zero."""
+MIN_TEMPERATURE = 1e-6
+"""Lower ones count as this: float32 would make them zero, and the draw is as good as greedy already."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ def draw_tokens(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     # the maximum goes to zero first, so that no temperature, however small, overflows
-    scaled = (ordered - ordered[:, :1]) / draws.temperatures.clamp(min=_MIN_TEMPERATURE).unsqueeze(1)
+    scaled = (ordered - ordered[:, :1]) / draws.temperatures.clamp(min=MIN_TEMPERATURE).unsqueeze(1)
     places = torch.arange(logits.shape[1], device=logits.device)
     scaled.masked_fill_(places >= draws.top_ks.unsqueeze(1), -torch.inf)
     probabilities = scaled.softmax(dim=-1)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phloem.kernels.plan import AttentionPlan, PlanRow
 from phloem.runtime.batch import Batch, Row
 from phloem.runtime.model_runner import ModelRunner, RowResult
 from phloem.runtime.sampler import sample_on_device
@@ -72,11 +71,7 @@ class Launcher:
     @torch.inference_mode()
     def _launch(self, batch: Batch, token_ids: Tensor) -> InFlight:
         runner = self._runner
-        plan = AttentionPlan.from_rows(
-            [PlanRow(row.request.path.block_table, row.start, row.count) for row in batch.rows],
-            block_size=runner.store.block_size,
-        )
-        hidden = runner.forward.run(token_ids, plan)
+        hidden = runner.forward.run(token_ids, runner.plan_of(batch.rows))
         logits = runner.decoder.logits(hidden)
         finite = torch.isfinite(hidden).all(dim=-1) & torch.isfinite(logits).all(dim=-1)
         tokens = sample_on_device(logits, [runner.sampling_row(row) for row in batch.rows])

@@ -116,10 +116,7 @@ class ModelRunner:
         Returns:
             The hidden states, `[num_tokens, hidden_size]`, and where each row starts in them.
         """
-        plan = AttentionPlan.from_rows(
-            [PlanRow(row.request.path.block_table, row.start, row.count) for row in rows],
-            block_size=self.store.block_size,
-        )
+        plan = self.plan_of(rows)
         token_ids = array("i")
         for row in rows:
             token_ids += row.request.tokens[row.start : row.end]
@@ -163,6 +160,13 @@ class ModelRunner:
         for result, row_logits in zip(results, raw, strict=True):
             if _wants_logprobs(result.row):
                 _tell_logprobs(result, row_logits)
+
+    def plan_of(self, rows: Sequence[Row]) -> AttentionPlan:
+        """Lay the rows of a step out for attention."""
+        return AttentionPlan.from_rows(
+            [PlanRow(row.request.path.block_table, row.start, row.count) for row in rows],
+            block_size=self.store.block_size,
+        )
 
     def sampling_row(self, row: Row) -> SamplingRow:
         """Say how the token after a row is sampled."""

@@ -13,15 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phloem.kernels.sampling import Draws, draw_tokens
+from phloem.kernels.sampling import MIN_TEMPERATURE, Draws, draw_tokens
 from phloem.runtime.grammar import Constraint
 from phloem.runtime.sampling_params import SamplingParams
 
 TOP_P_CANDIDATES = 1024
 """How many of the likeliest tokens are sorted before the whole vocabulary is: nearly always enough for top-p."""
-
-MIN_TEMPERATURE = 1e-6
-"""Lower ones count as this: float32 would make them zero, and the draw is as good as greedy already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from phloem.runtime.errors import GrammarError
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.chat_prompt import Call, ChatPrompt
-from phloem.runtime.server.connection import while_connected
 from phloem.runtime.server.errors import JsonAnswer, grammar_refused, invalid
 from phloem.runtime.server.openai_fields import GenerationFields, new_id, usage_dict
 from phloem.runtime.server.openai_logprobs import chat_logprobs
@@ -155,10 +154,7 @@ async def create_chat_completion(
 
 
 async def _whole(run: Run, writer: _Writer, request: Request) -> Response:
-    try:
-        completions = await while_connected(request, run.results())
-    finally:
-        run.close()
+    completions = await run.whole(request)
     answer = {
         **writer.head,
         "object": "chat.completion",

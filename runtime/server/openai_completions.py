@@ -18,7 +18,6 @@ from starlette.responses import Response
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.prompts import encode
 from phloem.runtime.sampling_params import SamplingParams
-from phloem.runtime.server.connection import while_connected
 from phloem.runtime.server.errors import JsonAnswer, invalid
 from phloem.runtime.server.openai_fields import GenerationFields, new_id, usage_dict
 from phloem.runtime.server.openai_logprobs import CompletionLogprobs, joined
@@ -99,10 +98,7 @@ async def create_completion(
 
 
 async def _whole(run: Run, writer: _Writer, request: Request) -> Response:
-    try:
-        completions = await while_connected(request, run.results())
-    finally:
-        run.close()
+    completions = await run.whole(request)
     n = writer.params.n
     return JsonAnswer(
         {

@@ -18,7 +18,6 @@ from phloem.runtime.errors import GrammarError
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.auth import Tenant
 from phloem.runtime.server.chat_prompt import ChatMessage
-from phloem.runtime.server.connection import while_connected
 from phloem.runtime.server.errors import JsonAnswer, grammar_refused, invalid
 from phloem.runtime.server.openai_fields import GenerationFields
 from phloem.runtime.server.openai_messages import Function, tool_dict
@@ -175,10 +174,7 @@ async def create_response(
         chunks = run.chunks()
         first = await first_chunk(run, chunks, request)
         return service.stream(ResponseEvents(answer).events(first, chunks), run)
-    try:
-        [done] = await while_connected(request, run.results())
-    finally:
-        run.close()
+    [done] = await run.whole(request)
     return JsonAnswer(answer.whole(done))
 
 

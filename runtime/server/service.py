@@ -19,7 +19,7 @@ from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.answers import AnswerMemory
 from phloem.runtime.server.auth import Tenant
 from phloem.runtime.server.chat_prompt import Prompter
-from phloem.runtime.server.connection import EventStream
+from phloem.runtime.server.connection import EventStream, while_connected
 from phloem.runtime.server.errors import ApiError, Failure, not_found
 from phloem.runtime.server.gate import Gate, Ticket
 from phloem.runtime.server.responses_store import ResponseStore
@@ -63,6 +63,18 @@ class Run:
         for index, completion in enumerate(results):
             self._count(index, completion)
         return results
+
+    async def whole(self, request: Request) -> list[Completion]:
+        """Wait for all of them while the client does, and close.
+
+        Raises:
+            ClientGone: It left; they were aborted.
+            PhloemError: One failed.
+        """
+        try:
+            return await while_connected(request, self.results())
+        finally:
+            self.close()
 
     async def chunks(self) -> AsyncIterator[IndexedChunk]:
         """Yield the pieces of all of them as they come.
