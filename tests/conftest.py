@@ -23,6 +23,14 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with heads that FlashInfer has code for."""
+    return make_tiny_model(
+        tmp_path_factory.mktemp("models") / "gpu", hidden=192, num_q_heads=6, num_kv_heads=2, head_dim=64
+    )
+
+
 @pytest.fixture
 def tiny_engine(tiny_path: Path) -> Iterator["object"]:
     """An engine on it, checked when the test is done."""

@@ -24,7 +24,6 @@ from gpu_engine_checks import (
 )
 from programs import Limits
 from stepped_engine import Lab
-from tiny_model import make_tiny_model
 
 from phloem.runtime import Engine, SamplingParams
 from phloem.runtime.step_forward import bucket_sizes
@@ -36,14 +35,6 @@ def like_a_gpu(path: Path, *, cuda_graphs: bool = True, **options: Any) -> Itera
     noise = options.get("deterministic") is True
     with emulated_gpu(path, graphs=cuda_graphs, noise=noise, **options) as engine:
         yield engine
-
-
-@pytest.fixture(scope="module")
-def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with heads that FlashInfer has code for."""
-    return make_tiny_model(
-        tmp_path_factory.mktemp("models") / "gpu", hidden=192, num_q_heads=6, num_kv_heads=2, head_dim=64
-    )
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])

@@ -13,14 +13,8 @@ from phloem.runtime.placement import Placement, place
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    from tiny_model import make_tiny_model
-
-    return read_model_config(
-        make_tiny_model(
-            tmp_path_factory.mktemp("models") / "gpu", hidden=192, num_q_heads=6, num_kv_heads=2, head_dim=64
-        )
-    )
+def model(gpu_model: Path) -> ModelConfig:
+    return read_model_config(gpu_model)
 
 
 def placed(model: ModelConfig, **options: Any) -> Placement:

@@ -10,19 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_gpu import EmulatedEngine, emulated_gpu
-from tiny_model import make_tiny_model
 
 from phloem.runtime import Cancelled, SamplingParams, StepFailed
 from phloem.runtime.in_flight import InFlight
 
 PROMPTS = [list(range(first, first + 20 + 3 * first)) for first in range(10)]
-
-
-@pytest.fixture(scope="module")
-def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(
-        tmp_path_factory.mktemp("models") / "gpu", hidden=192, num_q_heads=6, num_kv_heads=2, head_dim=64
-    )
 
 
 @pytest.fixture

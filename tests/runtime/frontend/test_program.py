@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from small_programs import GREEDY, TEXT, plain, run
 from tiny_model import BOS_ID, IM_END_ID, IM_START_ID, make_tiny_model
 
 from phloem.radix import Namespace
@@ -18,19 +19,6 @@ from phloem.runtime import (
     UnknownCapture,
 )
 from phloem.runtime.frontend.program import State, program
-
-GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-TEXT = "the quick brown fox jumps over the lazy dog"
-
-
-@program
-def plain(s, text=TEXT):
-    s += text
-    s.gen("answer", **GREEDY)
-
-
-def run(engine, function, *args):
-    return program(function).run(engine, *args)
 
 
 def test_a_program_gives_what_the_engine_gives(tiny_engine: Engine) -> None:

@@ -3,16 +3,10 @@
 import asyncio
 
 import pytest
+from small_programs import GREEDY, TEXT, run
 
 from phloem.runtime import BranchReleased, Engine, InvalidRequest, ProgramError, SamplingParams
-from phloem.runtime.frontend.program import Fork, State, program
-
-GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-TEXT = "the quick brown fox jumps over the lazy dog"
-
-
-def run(engine, function, *args):
-    return program(function).run(engine, *args)
+from phloem.runtime.frontend.program import Fork, State
 
 
 def test_children_share_the_path_and_compute_only_their_own_text(tiny_engine: Engine) -> None:

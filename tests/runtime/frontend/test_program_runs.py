@@ -7,22 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from small_programs import GREEDY, TEXT, plain, run
 
 from phloem.runtime import BranchReleased, Engine, InvalidRequest, UnknownCapture
 from phloem.runtime.frontend.program import Run, State, program
-
-GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-TEXT = "the quick brown fox jumps over the lazy dog"
-
-
-@program
-def plain(s, text=TEXT):
-    s += text
-    s.gen("answer", **GREEDY)
-
-
-def run(engine, function, *args):
-    return program(function).run(engine, *args)
 
 
 def test_a_run_ends_its_branches(tiny_engine: Engine) -> None:

@@ -1,7 +1,7 @@
 """The searches on a tiny random model: what they find, and that every token is computed once."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,16 +35,6 @@ SEARCHES: dict[str, Search] = {
         tree, sample(3, logprobs=0), worth, expansions=12, depth=4, rule=Puct(), parallel=4
     ),
 }
-
-
-@pytest.fixture
-def engine(tiny_path: Path) -> Iterator[Engine]:
-    with make_engine(tiny_path) as made:
-        yield made
-        made.check()
-        stats = made.stats()
-        assert stats.cache.locked == stats.cache.private - stats.kept_tails == 0, "something was left behind"
-        assert stats.running == stats.waiting == 0
 
 
 @pytest.mark.parametrize("name", SEARCHES)

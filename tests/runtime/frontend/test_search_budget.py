@@ -2,13 +2,12 @@
 
 import json
 from array import array
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from search_trees import PROMPT, make_engine, sample, shape, tokens_of, worth
+from search_trees import PROMPT, sample, shape, tokens_of, worth
 
 from phloem.runtime import BranchReleased, CacheFull, Engine, InvalidRequest
 from phloem.runtime.frontend.search import (
@@ -33,16 +32,6 @@ GOING_ON: dict[str, Callable[[SearchTree], object]] = {
     "depth_first": lambda tree: depth_first(tree, sample(2), worth, depth=3, threshold=0.2),
     "mcts": lambda tree: mcts(tree, sample(3), worth, expansions=9, depth=4),
 }
-
-
-@pytest.fixture
-def engine(tiny_path: Path) -> Iterator[Engine]:
-    with make_engine(tiny_path) as made:
-        yield made
-        made.check()
-        stats = made.stats()
-        assert stats.cache.locked == stats.cache.private - stats.kept_tails == 0, "something was left behind"
-        assert stats.running == stats.waiting == 0
 
 
 def held_blocks(engine: Engine) -> int:

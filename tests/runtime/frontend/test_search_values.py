@@ -1,12 +1,10 @@
 """Values by scores and by votes, questions to the model, and drawings, on a tiny random model."""
 
 import math
-from collections.abc import Iterator
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
-from search_trees import PROMPT, make_engine, sample, shape, tokens_of
+from search_trees import PROMPT, sample, shape, tokens_of
 
 from phloem.runtime import Engine, InvalidRequest, SamplingParams
 from phloem.runtime.frontend.search import (
@@ -19,15 +17,6 @@ from phloem.runtime.frontend.search import (
     breadth_first,
     mcts,
 )
-
-
-@pytest.fixture
-def engine(tiny_path: Path) -> Iterator[Engine]:
-    with make_engine(tiny_path) as made:
-        yield made
-        made.check()
-        stats = made.stats()
-        assert stats.cache.locked == stats.cache.private - stats.kept_tails == 0, "something was left behind"
 
 
 def test_a_score_value_is_what_the_model_expects_and_reads_only_its_own_tokens(engine: Engine) -> None:

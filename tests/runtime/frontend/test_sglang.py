@@ -5,37 +5,11 @@ from pathlib import Path
 
 import pytest
 from chat_models import TEMPLATES, make_chat_model
+from sglang_programs import GREEDY, TEXT, PhloemBackend, alone, plain, run, sgl
 
 from phloem.runtime import Engine, Grammar, InvalidRequest, ProgramError, PromptTooLong, SamplingParams
 
-sgl = pytest.importorskip("sglang", reason="needs SGLang's frontend (requirements-sglang.txt)")
-PhloemBackend = pytest.importorskip("phloem.runtime.frontend.sglang").PhloemBackend
-
-GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-TEXT = "the quick brown fox jumps over the lazy dog"
 CHOICES = [" yes, always", " no, never", " no, never again"]
-
-
-@pytest.fixture
-def backend(tiny_engine: Engine) -> PhloemBackend:
-    return PhloemBackend(tiny_engine)
-
-
-def run(backend, function, *args, **options):
-    """Run a program to its end in this thread, where its errors are raised."""
-    return sgl.function(function).run(*args, backend=backend, use_thread=False, **options)
-
-
-def alone(engine: Engine, prompt, **options) -> str:
-    """What a cold engine answers to a prompt."""
-    engine.clear_cache()
-    [done] = engine.generate(prompt, SamplingParams(**{**GREEDY, **options}))
-    return done.text
-
-
-@sgl.function
-def plain(s, text=TEXT):
-    s += text + sgl.gen("answer", **GREEDY)
 
 
 # Generating

@@ -1,37 +1,10 @@
 """SGLang's frontend over an engine: what forks, streams and batches of its programs share, and when they let it go."""
 
 import pytest
+from sglang_programs import GREEDY, TEXT, PhloemBackend, alone, plain, run, sgl
 
 from phloem.radix import Namespace
-from phloem.runtime import Engine, SamplingParams
-
-sgl = pytest.importorskip("sglang", reason="needs SGLang's frontend (requirements-sglang.txt)")
-PhloemBackend = pytest.importorskip("phloem.runtime.frontend.sglang").PhloemBackend
-
-GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-TEXT = "the quick brown fox jumps over the lazy dog"
-
-
-@pytest.fixture
-def backend(tiny_engine: Engine) -> PhloemBackend:
-    return PhloemBackend(tiny_engine)
-
-
-def run(backend, function, *args, **options):
-    """Run a program to its end in this thread, where its errors are raised."""
-    return sgl.function(function).run(*args, backend=backend, use_thread=False, **options)
-
-
-def alone(engine: Engine, prompt, **options) -> str:
-    """What a cold engine answers to a prompt."""
-    engine.clear_cache()
-    [done] = engine.generate(prompt, SamplingParams(**{**GREEDY, **options}))
-    return done.text
-
-
-@sgl.function
-def plain(s, text=TEXT):
-    s += text + sgl.gen("answer", **GREEDY)
+from phloem.runtime import Engine
 
 
 def test_forks_share_all_kv(tiny_engine: Engine, backend: PhloemBackend) -> None:
