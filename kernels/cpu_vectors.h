@@ -129,10 +129,11 @@ inline UVec load_words(const void* row, int word, int num_words) {
 inline HVec round_to_bf16(Vec x) {  // to nearest, ties to even; what is too small for a normal number may become 0
 #if defined(__AVX512BF16__)
   return (HVec)_mm512_cvtneps_pbh((__m512)x);
-#endif
+#else
   const UVec u = (UVec)x, odd = (u >> 16) & 1;
   const UVec bits = select_bits((IVec)(x != x), UVec{} + 0x7fc0u, (u + 0x7fff + odd) >> 16);
   return __builtin_convertvector(bits, HVec);
+#endif
 }
 
 inline void narrow(float x, float* out) { *out = x; }
