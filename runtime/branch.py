@@ -279,7 +279,7 @@ class Branch:
     async def apin(self, *, ttl: float = 60.0, owner: str = "branch") -> int:
         """Do as `pin`, for an event loop."""
         await self.anext_token_logprobs(top=1)
-        return self._pin(ttl, owner)
+        return await asyncio.to_thread(self._pin, ttl, owner)  # it waits for the step under way
 
     def unpin(self) -> None:
         """End the lease that `pin` took; without one, do nothing."""
