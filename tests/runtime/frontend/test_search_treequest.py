@@ -2,12 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from search_trees import PROMPT, make_engine
 
 from phloem.runtime import Branch, Engine, SamplingParams
 
 treequest = pytest.importorskip("treequest", reason="treequest is not installed; it needs Python 3.11")
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """ABMCTSA draws from numpy's global generator, and takes no other."""
+    np.random.seed(0)
 
 
 def worth(branch: Branch) -> float:
