@@ -33,6 +33,7 @@ class OutputStream:
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs = list(scored)
         self._candidate_logprobs: tuple[float, ...] = ()
+        self._stopped_by: str | int | None = None
         self._submitted_s = time.perf_counter()
         self._first_token_s = math.nan
 
@@ -71,6 +72,7 @@ class OutputStream:
             request.constraint.advance(token_id)
         if num_output >= request.params.min_tokens and token_id in self._stop_ids:
             self.finish_reason = "stop"
+            self._stopped_by = token_id
         else:
             text = self._next_text(token_id, may_stop=num_output >= request.params.min_tokens)
         if self.finish_reason is None and request.constraint is not None and request.constraint.is_finished:
@@ -116,7 +118,7 @@ class OutputStream:
             return delta
         text = self._stops.push(delta)
         if self._stops.matched is not None:
-            self.finish_reason = "stop"
+            self.finish_reason, self._stopped_by = "stop", self._stops.matched
         return text
 
     def _shown(self, delta: str) -> str:
@@ -129,7 +131,7 @@ class OutputStream:
         if self._stops.matched is None:
             text += self._stops.push(self._shown(self._detokenizer.flush()))
             if self._stops.matched is not None:
-                self.finish_reason = "stop"
+                self.finish_reason, self._stopped_by = "stop", self._stops.matched
             else:
                 text += self._stops.flush()
         self._emit(text, token_ids, logprobs, self._complete(text))
@@ -169,6 +171,7 @@ class OutputStream:
             prompt_logprobs=None if self._asked_from is None else self._prompt_logprobs,
             fits_grammar=self._fits_grammar(),
             candidate_logprobs=self._candidate_logprobs,
+            stopped_by=self._stopped_by,
         )
 
     def _fits_grammar(self) -> bool | None:

@@ -72,6 +72,9 @@ class Completion:
     candidate_logprobs: tuple[float, ...] = ()
     """What `Branch.next_token_logprobs` asked for."""
 
+    stopped_by: str | int | None = None
+    """The stop string, or the id of the token, at which it ended; None where something else ended it (a length, a grammar)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

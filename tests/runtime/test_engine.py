@@ -94,7 +94,7 @@ def test_greedy_generation_agrees_with_transformers(tiny_path: Path, tiny_engine
 
 def test_max_tokens_ends_with_length(tiny_engine: Engine) -> None:
     done = one(tiny_engine, TEXT, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
-    assert done.finish_reason == "length"
+    assert (done.finish_reason, done.stopped_by) == ("length", None)
     assert len(done.token_ids) == 5
 
 
@@ -107,7 +107,7 @@ def test_stop_token_ids_end_it_and_are_part_of_the_path_but_not_of_the_text(tiny
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop]),
     )
     first = free.token_ids.index(stop)
-    assert done.finish_reason == "stop"
+    assert (done.finish_reason, done.stopped_by) == ("stop", stop)
     assert done.token_ids == free.token_ids[: first + 1]
     assert free.text.startswith(done.text)
     assert len(done.text) < len(free.text)
@@ -126,9 +126,11 @@ def test_a_stop_string_is_cut_off_also_where_it_spans_tokens(tiny_engine: Engine
     free = one(tiny_engine, TEXT, params)
     stop = free.text[20:23]
     done = one(
-        tiny_engine, TEXT, SamplingParams(seed=3, max_tokens=60, ignore_eos=True, temperature=1.5, stop=stop)
+        tiny_engine,
+        TEXT,
+        SamplingParams(seed=3, max_tokens=60, ignore_eos=True, temperature=1.5, stop=("never", stop)),
     )
-    assert done.finish_reason == "stop"
+    assert (done.finish_reason, done.stopped_by) == ("stop", stop)
     assert done.text == free.text[: free.text.index(stop)]
     assert len(done.token_ids) < 60
 
