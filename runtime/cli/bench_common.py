@@ -1,17 +1,53 @@
-"""What several benchmarks do alike: prompts without a hit, verdicts, and results as JSON."""
+"""What several benchmarks do alike: prompts without a hit, verdicts, the machine's limits, and results as files."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import Progress
+
+from phloem.runtime.cli.machine_limits import Limit, LimitSizes, measure_limits, num_limits
+from phloem.runtime.cli.plots import Bars, check_plot_path, write_plot
 from phloem.runtime.engine import Engine
+from phloem.runtime.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where a benchmark's results go, besides the console.
+
+    Raises:
+        InvalidRequest: A plot can't be written there.
+    """
+
+    json_path: Path | None = None
+    plot_path: Path | None = None
+    profile_path: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_plot_path(self.plot_path)
+
+    def write(self, title: str, results: object, charts: Sequence[Bars]) -> None:
+        """Write the results and the charts, when files were asked for."""
+        write_json(self.json_path, results)
+        write_plot(self.plot_path, title, charts)
 
 
 def random_ids(engine: Engine, draw: random.Random, length: int) -> list[int]:
     """Return a prompt that nobody has sent before, in all likelihood."""
     return [draw.randrange(engine.tokenizer.vocab_size) for _ in range(length)]
+
+
+def limits_with_progress(model: ModelConfig, sizes: LimitSizes, console: Console) -> list[Limit]:
+    """Measure the machine's limits, with a progress bar."""
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Measuring the machine", total=num_limits())
+        return measure_limits(model, sizes, advance=lambda: progress.advance(task))
 
 
 def verdict(aim: str, *, met: bool | None) -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 from phloem.kernels.flashinfer_library import load_flashinfer, why_unavailable
 from phloem.runtime import Engine, EngineConfig
 from phloem.runtime.cli.bench_common import verdict, write_json
-from phloem.runtime.cli.gpu_floors import Card
+from phloem.runtime.cli.floors import Rates
 from phloem.runtime.cli.gpu_measures import Measure, Rig, Sizes, measure_all, measure_card
 from phloem.runtime.cli.random_model import LLAMA_1B, write_random_model
 from phloem.runtime.models.config import read_model_config
@@ -62,7 +62,7 @@ def run_bench_gpu(model: str | None, console: Console, *, json_path: Path | None
     return True
 
 
-def table_of(title: str, card: Card, measures: list[Measure]) -> Table:
+def table_of(title: str, card: Rates, measures: list[Measure]) -> Table:
     """Return the results as a table."""
     table = Table(
         title=f"{title}: copies {card.bytes_per_s / 1e9:,.0f} GB/s, multiplies {card.flops_per_s / 1e12:,.0f} TFLOP/s",

@@ -17,7 +17,7 @@ from phloem.kernels.flashinfer_options import FlashInferOptions
 from phloem.kernels.flashinfer_rows import CascadeGate
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanRow
-from phloem.runtime.cli.gpu_floors import Card, decode_step_bytes, kv_bytes_per_token, prefill_flops
+from phloem.runtime.cli.floors import Rates, decode_step_bytes, kv_bytes_per_token, prefill_flops
 from phloem.runtime.engine import Engine
 from phloem.runtime.models.config import ModelConfig
 from phloem.runtime.placement import Placement, attention_spec
@@ -89,7 +89,7 @@ class Measure:
         return None if self.aim is None else self.ratio >= self.aim
 
 
-def measure_card(rig: Rig) -> Card:
+def measure_card(rig: Rig) -> Rates:
     """Time a large copy and a large matrix product."""
     sizes, device = rig.sizes, rig.placement.device
     source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
@@ -97,10 +97,10 @@ def measure_card(rig: Rig) -> Card:
     copy_s = rig.seconds(lambda: target.copy_(source))
     left, right = torch.randn((2, sizes.matrix, sizes.matrix), device=device).to(rig.placement.dtype)
     product_s = rig.seconds(lambda: left @ right)
-    return Card(2 * sizes.copy_bytes / copy_s, 2 * sizes.matrix**3 / product_s)
+    return Rates(2 * sizes.copy_bytes / copy_s, 2 * sizes.matrix**3 / product_s)
 
 
-def measure_all(rig: Rig, card: Card) -> Iterator[Measure]:
+def measure_all(rig: Rig, card: Rates) -> Iterator[Measure]:
     """Yield each measurement as it is done."""
     yield _decode_attention(rig, card)
     yield _cascade_attention(rig)
@@ -119,7 +119,7 @@ def measure_all(rig: Rig, card: Card) -> Iterator[Measure]:
     yield Measure(name, with_s, "without cascades", without_s, without_s / with_s, CASCADE_AIM)
 
 
-def _decode_attention(rig: Rig, card: Card) -> Measure:
+def _decode_attention(rig: Rig, card: Rates) -> Measure:
     """One layer, every row over KV of its own, in blocks at random places."""
     rows, context = rig.sizes.rows, rig.sizes.attention_context
     per_row = -(-context // _BLOCK_SIZE)
@@ -163,7 +163,7 @@ def _attend_s(rig: Rig, tables: list[list[int]], context: int, *, cascade: Casca
     return rig.seconds(lambda: backend.attend(0, q))
 
 
-def _decode(rig: Rig, card: Card, engine: Engine, draw: random.Random) -> Measure:
+def _decode(rig: Rig, card: Rates, engine: Engine, draw: random.Random) -> Measure:
     sizes, place = rig.sizes, rig.placement
     prompts = [
         [draw.randrange(rig.model.vocab_size) for _ in range(sizes.decode_prompt)] for _ in range(sizes.rows)
@@ -178,7 +178,7 @@ def _decode(rig: Rig, card: Card, engine: Engine, draw: random.Random) -> Measur
     return Measure(name, seconds, "copy bandwidth", floor_s, floor_s / seconds, DECODE_AIM)
 
 
-def _prefill(rig: Rig, card: Card, engine: Engine, draw: random.Random) -> Measure:
+def _prefill(rig: Rig, card: Rates, engine: Engine, draw: random.Random) -> Measure:
     once = _greedy(1)
     times = []
     for _ in range(_ROUNDS + 1):

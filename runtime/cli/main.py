@@ -1,15 +1,20 @@
-"""The command `phloem`: its subcommands and their options. What they do is in the modules beside this one."""
+"""The command `phloem`: its subcommands and their options. What they do is in the modules beside this one.
+
+The benchmarks' are in `bench_commands`.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from phloem.runtime.cli.bench_commands import bench_app
+from phloem.runtime.cli.options import JsonOption, ModelOption
 
 # Nothing here imports torch: `phloem --help` answers at once, and each command imports what it needs.
 app = typer.Typer(
@@ -19,33 +24,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-bench_app = typer.Typer(
-    help="Measure phloem on this machine. Every number comes with what it is compared to, from the same run.",
-    no_args_is_help=True,
-)
 app.add_typer(bench_app, name="bench")
 
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model", "-m", help="A model directory, a `.gguf` file, a hub id, or the built-in `smollm2-135m`."
-    ),
-]
-
-
-def _in_a_folder(path: Path | None) -> Path | None:
-    # Before the measuring, which takes minutes.
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.absolute().parent}")
-    return path
-
-
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", help="Write the results to this file as JSON too.", dir_okay=False, callback=_in_a_folder
-    ),
-]
 MaxTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)]
 
 
@@ -132,83 +112,6 @@ def serve(
         setting or [],
         Console(stderr=True),
     )
-
-
-@bench_app.command("radix")
-def bench_radix(
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller trees: seconds, not minutes.")] = False,
-    json_path: JsonOption = None,
-) -> None:
-    """The tree alone: match, insert, evict and memory, beside a memory compare and the plain alternatives."""
-    from phloem.runtime.cli.bench_radix import run_bench_radix
-
-    run_bench_radix(Console(), quick=quick, json_path=json_path)
-
-
-@bench_app.command("reuse")
-def bench_reuse(
-    model: ModelOption = "smollm2-135m",
-    rounds: Annotated[int, typer.Option(help="Rounds; the medians are shown.", min=3)] = 7,
-    json_path: JsonOption = None,
-) -> None:
-    """What a hit saves (a 2,048-token prompt sent twice), and what the cache costs where nothing is shared."""
-    from phloem.runtime.cli.bench_reuse import run_bench_reuse
-
-    run_bench_reuse(model, Console(), rounds=rounds, json_path=json_path)
-
-
-@bench_app.command("branch")
-def bench_branch(
-    model: ModelOption = "smollm2-135m",
-    rounds: Annotated[int, typer.Option(help="Rounds; the medians are shown.", min=3)] = 5,
-    json_path: JsonOption = None,
-) -> None:
-    """Forks of a long branch, scores of continuations, and the scheduler's share of a decode step."""
-    from phloem.runtime.cli.bench_branch import run_bench_branch
-
-    run_bench_branch(model, Console(), rounds=rounds, json_path=json_path)
-
-
-@bench_app.command("programs")
-def bench_programs(model: ModelOption = "smollm2-135m", json_path: JsonOption = None) -> None:
-    """What programs, chats and tree searches compute, beside their distinct tokens."""
-    from phloem.runtime.cli.bench_programs import run_bench_programs
-
-    run_bench_programs(model, Console(), json_path=json_path)
-
-
-@bench_app.command("gpu")
-def bench_gpu(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "-m", help="What decodes. Default: random weights in the shape of a Llama of 1B."
-        ),
-    ] = None,
-    json_path: JsonOption = None,
-) -> None:
-    """Attention, decode, prefill and shared prefixes, beside the card's own rates. Exit code 2: there is no GPU."""
-    from phloem.runtime.cli.bench_gpu import run_bench_gpu
-
-    if not run_bench_gpu(model, Console(), json_path=json_path):
-        raise typer.Exit(2)
-
-
-@bench_app.command("replay")
-def bench_replay(
-    log: Annotated[Path, typer.Argument(help="A search log of tree-of-thought-llm, as JSON.")],
-    prompts: Annotated[Path, typer.Argument(help="Its prompts, as JSON: name to text.")],
-    model: ModelOption = "smollm2-135m",
-    block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
-    json_path: JsonOption = None,
-) -> None:
-    """Replay a published tree search through the scheduler alone: how many prompt tokens were there already.
-
-    The model does not run; its answers are those of the log.
-    """
-    from phloem.runtime.cli.bench_replay import run_bench_replay
-
-    run_bench_replay(log, prompts, model, Console(), block_size=block_size, json_path=json_path)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from phloem.kernels.flashinfer_library import why_unavailable
 from phloem.runtime import EngineConfig
 from phloem.runtime.cli.bench_gpu import table_of
-from phloem.runtime.cli.gpu_floors import decode_step_bytes, kv_bytes_per_token, prefill_flops
+from phloem.runtime.cli.floors import decode_step_bytes, kv_bytes_per_token, prefill_flops
 from phloem.runtime.cli.gpu_measures import Measure, Rig, Sizes, measure_all, measure_card
 from phloem.runtime.cli.main import app
 from phloem.runtime.cli.random_model import llama_1b
