@@ -121,15 +121,21 @@ class Branch:
 
     async def agenerate(self, params: SamplingParams | None = None) -> Completion:
         """Do as `generate`, for an event loop."""
-        sink = AsyncSink()
-        return await AsyncGeneration(sink, self._start(sink, params)).result()
+        return await (await self.asubmit(params)).result()
 
     async def astream(self, params: SamplingParams | None = None) -> AsyncGenerator[Chunk, None]:
         """Do as `stream`, for an event loop. Closing the iterator aborts."""
-        sink = AsyncSink()
-        async with AsyncGeneration(sink, self._start(sink, params)) as generation:
+        async with await self.asubmit(params) as generation:
             async for chunk in generation:
                 yield chunk
+
+    async def asubmit(
+        self, params: SamplingParams | None = None, *, timeout_s: float | None = None
+    ) -> AsyncGeneration:
+        """Start as `agenerate` does, and return the generation under way, which ends with an error after `timeout_s` seconds."""
+        params = await self._achecked(params)
+        sink = AsyncSink()
+        return AsyncGeneration(sink, self._start(sink, params, timeout_s=timeout_s))
 
     # Branching
 
@@ -178,7 +184,8 @@ class Branch:
 
     async def aexpand(self, n: int, params: SamplingParams | None = None) -> list[Branch]:
         """Do as `expand`, for an event loop."""
-        children = self._children_of(n, params, AsyncSink)
+        check_count("n", n)
+        children = self._children_of(n, await self._achecked(params), AsyncSink)
         try:
             results = await asyncio.gather(*(self._aresult(child) for child in children))
             return [self.branch_of(child, result) for child, result in zip(children, results, strict=True)]
@@ -328,14 +335,22 @@ class Branch:
             )
         return path
 
-    def _start(self, sink: Sink, params: SamplingParams | None) -> Progress:
+    async def _achecked(self, params: SamplingParams | None) -> SamplingParams | None:
+        """Check parameters; in a thread where they have a grammar, since that may take long to compile."""
+        if isinstance(params, SamplingParams) and params.grammar is not None:
+            return await asyncio.to_thread(self._core.checked, params)
+        return params
+
+    def _start(
+        self, sink: Sink, params: SamplingParams | None, *, timeout_s: float | None = None
+    ) -> Progress:
         params = self._core.checked(params)
         if params.n != 1:
             raise InvalidRequest("a branch generates one continuation; use expand(n) for several", field="n")
         with self._guard:
             path = self._idle_path()
             self._core.check_length(len(path.tokens), new_tokens=1, name="the path")
-            request = self._core.request(path, params, keeps_path=True)
+            request = self._core.request(path, params, keeps_path=True, timeout_s=timeout_s)
             self._core.submit(request, sink)
             self._request = request
         return Progress(request.id, self._core.abort)

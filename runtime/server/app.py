@@ -19,6 +19,7 @@ from phloem.radix import InvalidNamespace
 from phloem.runtime.engine import Engine
 from phloem.runtime.errors import PhloemError
 from phloem.runtime.server import (
+    branches,
     health,
     metrics,
     openai_chat,
@@ -45,6 +46,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     openai_completions.router,
     openai_chat.router,
     openai_responses.router,
+    branches.router,
     metrics.router,
 )
 

@@ -29,6 +29,7 @@ from starlette.responses import JSONResponse, Response
 
 from phloem.radix import InvalidNamespace
 from phloem.runtime.errors import (
+    BranchReleased,
     CacheFull,
     Cancelled,
     EngineClosed,
@@ -109,6 +110,8 @@ def failure_of(error: Exception, *, retry_after_s: int = 1) -> Failure:
         return Failure(400, "invalid_request", str(error), getattr(error, "field", None))
     if isinstance(error, Cancelled):
         return Failure(408, "timeout", str(error))
+    if isinstance(error, BranchReleased):
+        return Failure(404, "not_found", "the branch was deleted before the request ended", "branch_id")
     if isinstance(error, QueueFull):
         return Failure(429, "rate_limit", str(error), retry_after_s=retry_after_s)
     if isinstance(error, CacheFull | EngineClosed):

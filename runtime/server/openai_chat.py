@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phloem.runtime.errors import GrammarError
+from phloem.runtime.grammar import Grammar
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.chat_prompt import Call, ChatPrompt
@@ -28,6 +29,8 @@ from phloem.runtime.server.service import Run, Service, ServiceDep, TenantDep
 from phloem.runtime.server.tool_calls import AnswerReader, ToolUse, read_answer, tool_use
 
 router = APIRouter(tags=["openai"])
+
+_NO_TOOLS = ToolUse({})
 
 
 class _Strict(BaseModel):
@@ -62,6 +65,9 @@ class JsonSchemaFormat(_Strict):
     json_schema: NamedSchema
 
 
+ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
 class ChosenFunction(_Strict):
     """The name of a function."""
 
@@ -82,9 +88,7 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: Annotated[
-        TextFormat | JsonObjectFormat | JsonSchemaFormat | None, Field(discriminator="type")
-    ] = None
+    response_format: Annotated[ResponseFormat | None, Field(discriminator="type")] = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -106,7 +110,9 @@ class ChatRequest(GenerationFields):
             service.settings,
             max_tokens=self.max_tokens if limit is None else limit,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            grammar=self.tool_use().grammar(self._schema(), max_bytes=service.settings.max_grammar_bytes),
+            grammar=format_grammar(
+                self.response_format, use=self.tool_use(), max_bytes=service.settings.max_grammar_bytes
+            ),
         )
 
     def tool_use(self) -> ToolUse:
@@ -121,14 +127,23 @@ class ChatRequest(GenerationFields):
             return tool_use(tools, None, chosen=choice.function.name)
         return tool_use(tools, choice, several=several)
 
-    def _schema(self) -> dict[str, Any] | None:
-        found = self.response_format
-        if isinstance(found, JsonObjectFormat):
-            return {"type": "object"}
-        if isinstance(found, JsonSchemaFormat):
-            schema = found.json_schema.schema_
-            return {"type": "object"} if schema is None else schema
-        return None
+
+def format_grammar(
+    format: ResponseFormat | None, *, use: ToolUse = _NO_TOOLS, max_bytes: int
+) -> Grammar | None:
+    """Return what an answer of a format may be, if it calls no tool; None if it may be anything.
+
+    Raises:
+        ApiError: The schemas are larger than `max_bytes`.
+        GrammarError: One is no JSON.
+    """
+    schema: dict[str, Any] | None = None
+    if isinstance(format, JsonObjectFormat):
+        schema = {"type": "object"}
+    if isinstance(format, JsonSchemaFormat):
+        schema = format.json_schema.schema_
+        schema = {"type": "object"} if schema is None else schema
+    return use.grammar(schema, max_bytes=max_bytes)
 
 
 @router.post("/v1/chat/completions")

@@ -38,33 +38,19 @@ class StreamOptions(BaseModel):
     """Has no effect."""
 
 
-class GenerationFields(BaseModel):
-    """Fields of `/v1/completions` and `/v1/chat/completions` alike."""
+class SamplingFields(BaseModel):
+    """How tokens are chosen, and when the end is: of every request that generates."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    model: str
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     max_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
-    user: str | None = Field(None, description="Has no effect.")
-    metadata: dict[str, str] | None = Field(None, description="Has no effect.")
-    store: bool | None = Field(None, description="Has no effect.")
-    service_tier: str | None = Field(None, description="Has no effect.")
-    safety_identifier: str | None = Field(None, description="Has no effect.")
-    prompt_cache_retention: str | None = Field(None, description="Has no effect: what is used stays longest.")
-    prompt_cache_key: str | None = Field(
-        None, description="Has no effect: all prompts of a key share what they can."
-    )
 
     top_k: int | None = None
     min_p: float | None = None
@@ -72,30 +58,12 @@ class GenerationFields(BaseModel):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
-    cache_salt: str | None = Field(
-        None, description="Keeps the cache of this request apart from other salts'."
-    )
-    return_token_ids: bool | None = None
 
-    @property
-    def usage_options(self) -> StreamOptions:
-        """The stream's options.
-
-        Raises:
-            ApiError: They are given, but there is no stream.
-        """
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options are for streams: set stream, or leave them out", "stream_options")
-        return self.stream_options or StreamOptions()
-
-    def namespace(self, tenant: Tenant) -> Namespace:
-        """Return where the request's KV is kept."""
-        return tenant.namespace(self.cache_salt)
-
-    def params(
+    def sampling_params(
         self,
         settings: ServerSettings,
         *,
+        n: int = 1,
         max_tokens: int | None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -107,9 +75,6 @@ class GenerationFields(BaseModel):
             ApiError: A value is beyond the server's limits.
             InvalidRequest: A value is out of range.
         """
-        n = 1 if self.n is None else self.n
-        if n > settings.max_n:
-            raise invalid(f"n is {n}; at most {settings.max_n} are made", "n")
         if logprobs is not None and logprobs > settings.max_logprobs:
             raise invalid(
                 f"{logprobs} likeliest tokens are asked for; at most {settings.max_logprobs} are given",
@@ -139,6 +104,81 @@ class GenerationFields(BaseModel):
             grammar=grammar,
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
+
+
+class GenerationFields(SamplingFields):
+    """Fields of `/v1/completions` and `/v1/chat/completions` alike."""
+
+    model: str
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    user: str | None = Field(None, description="Has no effect.")
+    metadata: dict[str, str] | None = Field(None, description="Has no effect.")
+    store: bool | None = Field(None, description="Has no effect.")
+    service_tier: str | None = Field(None, description="Has no effect.")
+    safety_identifier: str | None = Field(None, description="Has no effect.")
+    prompt_cache_retention: str | None = Field(None, description="Has no effect: what is used stays longest.")
+    prompt_cache_key: str | None = Field(
+        None, description="Has no effect: all prompts of a key share what they can."
+    )
+
+    cache_salt: str | None = Field(
+        None, description="Keeps the cache of this request apart from other salts'."
+    )
+    return_token_ids: bool | None = None
+
+    @property
+    def usage_options(self) -> StreamOptions:
+        """The stream's options.
+
+        Raises:
+            ApiError: They are given, but there is no stream.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options are for streams: set stream, or leave them out", "stream_options")
+        return self.stream_options or StreamOptions()
+
+    def namespace(self, tenant: Tenant) -> Namespace:
+        """Return where the request's KV is kept."""
+        return tenant.namespace(self.cache_salt)
+
+    def params(
+        self,
+        settings: ServerSettings,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
+    ) -> SamplingParams:
+        """Return the parameters of the engine, for as many completions as are asked for.
+
+        Raises:
+            ApiError: A value is beyond the server's limits.
+            InvalidRequest: A value is out of range.
+        """
+        return self.sampling_params(
+            settings,
+            n=checked_n(self.n, settings),
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
+        )
+
+
+def checked_n(n: int | None, settings: ServerSettings) -> int:
+    """Return how many are to be made of something; None is one.
+
+    Raises:
+        ApiError: More than the server makes.
+    """
+    n = 1 if n is None else n
+    if n > settings.max_n:
+        raise invalid(f"n is {n}; at most {settings.max_n} are made", "n")
+    return n
 
 
 def usage_dict(usages: Iterable[Usage], *, completion_tokens: int) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Tell whether it is time to end; uvicorn asks ten times a second."""
         self._log.tick()
+        self._service.branches.expire()
         if self._drained_by is not None:
             if self._service.gate.active == 0:
                 return True

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
 from starlette.requests import Request
 
 from phloem.radix import Namespace
+from phloem.runtime.branch import Branch
 from phloem.runtime.engine import Engine
+from phloem.runtime.errors import Cancelled
 from phloem.runtime.generation import AsyncGeneration
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.answers import AnswerMemory
 from phloem.runtime.server.auth import Tenant
+from phloem.runtime.server.branch_store import BranchStore
 from phloem.runtime.server.chat_prompt import Prompter
 from phloem.runtime.server.connection import EventStream, while_connected
 from phloem.runtime.server.errors import ApiError, Failure, not_found
@@ -26,6 +29,8 @@ from phloem.runtime.server.responses_store import ResponseStore
 from phloem.runtime.server.settings import ServerSettings
 from phloem.runtime.server.token_texts import TokenTexts
 from phloem.runtime.server.totals import Totals
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +51,13 @@ class Run:
         *,
         open_runs: set[Run],
         count: Callable[[int, Completion], None],
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         self._generations = generations
         self._ticket = ticket
         self._open_runs = open_runs
         self._count = count
+        self._on_close = on_close
         open_runs.add(self)
 
     async def results(self) -> list[Completion]:
@@ -119,6 +126,9 @@ class Run:
         self.abort()
         self._ticket.release()
         self._open_runs.discard(self)
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
 
 class Service:
@@ -131,6 +141,12 @@ class Service:
         self.totals = Totals()
         self.answers = AnswerMemory(settings.answer_memory_bytes)
         self.responses = ResponseStore(settings.stored_responses_bytes)
+        self.branches = BranchStore(
+            max_branches=settings.max_branches,
+            max_per_key=settings.max_branches_per_key,
+            idle_s=settings.branch_idle_s,
+            retry_after_s=settings.retry_after_s,
+        )
         self.prompter = Prompter(engine, self.answers)
         self.token_texts = TokenTexts(engine.tokenizer)
         self.started_at = int(time.time())
@@ -164,19 +180,70 @@ class Service:
             ApiError: There is no room for them.
             InvalidRequest: A prompt or a parameter is wrong; nothing has been started then.
         """
-        ticket = self.gate.admit(len(prompts) * params.n)
-        try:
-            generations = await self.engine.asubmit(
+        return await self._begin(
+            lambda: self.engine.asubmit(
                 list(prompts), params, namespace=namespace, timeout_s=self.settings.request_timeout_s
-            )
+            ),
+            len(prompts) * params.n,
+            per_prompt=params.n,
+        )
+
+    async def start_on(self, branch: Branch, params: SamplingParams, on_close: Callable[[], None]) -> Run:
+        """Start a generation on a branch; `on_close` is called with the run's end, also if it does not come to a run.
+
+        Raises:
+            ApiError: There is no room for it.
+            InvalidRequest: A parameter is wrong, or the branch is busy; nothing has been started then.
+        """
+
+        async def submit() -> list[AsyncGeneration]:
+            return [await branch.asubmit(params, timeout_s=self.settings.request_timeout_s)]
+
+        try:
+            return await self._begin(submit, 1, on_close=on_close)
+        except BaseException:
+            on_close()
+            raise
+
+    async def _begin(
+        self,
+        submit: Callable[[], Awaitable[list[AsyncGeneration]]],
+        count: int,
+        *,
+        per_prompt: int = 1,
+        on_close: Callable[[], None] | None = None,
+    ) -> Run:
+        ticket = self.gate.admit(count)
+        try:
+            generations = await submit()
         except BaseException:
             ticket.release()
             raise
 
-        def count(index: int, completion: Completion) -> None:
-            self.totals.count(completion, is_first=index % params.n == 0)
+        def count_end(index: int, completion: Completion) -> None:
+            self.totals.count(completion, is_first=index % per_prompt == 0)
 
-        return Run(generations, ticket, open_runs=self._runs, count=count)
+        return Run(generations, ticket, open_runs=self._runs, count=count_end, on_close=on_close)
+
+    async def work(
+        self, request: Request, count: int, work: Callable[[], Coroutine[Any, Any, Value]]
+    ) -> Value:
+        """Do what takes the places of `count` generations, while its client waits and for as long as a request may take.
+
+        Raises:
+            ApiError: There is no room for it.
+            ClientGone: The client left; it was cancelled.
+            Cancelled: It took too long; it was cancelled.
+            PhloemError: It failed.
+        """
+        ticket = self.gate.admit(count)
+        limit_s = self.settings.request_timeout_s
+        try:
+            return await asyncio.wait_for(while_connected(request, work()), limit_s)
+        except asyncio.TimeoutError:
+            raise Cancelled(f"the request took longer than {limit_s:g} s") from None
+        finally:
+            ticket.release()
 
     def stream(self, events: AsyncIterator[str], run: Run) -> EventStream:
         """Return an answer of server-sent events, at whose end the run is closed."""

@@ -15,9 +15,16 @@ MIN_SECRET_BYTES = 16
 
 _WHOLE = (
     "max_requests", "retry_after_s", "max_body_bytes", "max_depth", "max_n", "max_logprobs", "max_grammar_bytes",
-    "answer_memory_bytes", "stored_responses_bytes",
+    "answer_memory_bytes", "stored_responses_bytes", "max_branches", "max_branches_per_key",
 )  # fmt: skip
-_SECONDS = ("request_timeout_s", "body_timeout_s", "send_timeout_s", "drain_s", "log_interval_s")
+_SECONDS = (
+    "request_timeout_s",
+    "body_timeout_s",
+    "send_timeout_s",
+    "drain_s",
+    "log_interval_s",
+    "branch_idle_s",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +91,15 @@ class ServerSettings:
 
     max_grammar_bytes: int = 64 << 10
     """Of a JSON schema, and of all tools' schemas together."""
+
+    branch_idle_s: float = 600.0
+    """How long a branch may lie unused before it is released."""
+
+    max_branches: int = 4096
+    """Branches that are held for all keys together; more are refused with 429."""
+
+    max_branches_per_key: int = 1024
+    """And for one key."""
 
     def __post_init__(self) -> None:
         _require(bool(self.served_names), "served_names needs at least one name", "served_names")

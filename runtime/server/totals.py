@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from phloem.runtime.outputs import Completion
+from phloem.radix import Explanation
+from phloem.runtime.outputs import Completion, Usage
 
 UNEXPLAINED = "unexplained"
 """The reason of misses of prompts with several completions, whose shared part is not explained."""
@@ -34,17 +35,16 @@ class Totals:
         self.finished[completion.finish_reason] += 1
         self.generated_tokens += completion.usage.completion_tokens
         if is_first:
-            self._count_prompt(completion)
+            self.count_prompt(completion.usage, completion.explanation)
         for listener in self.listeners:
             listener(completion)
 
-    def _count_prompt(self, completion: Completion) -> None:
-        usage = completion.usage
+    def count_prompt(self, usage: Usage, explanation: Explanation | None = None) -> None:
+        """Count a prompt that was computed, be it to generate or to score."""
         self.prompts += 1
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
         num_missed = usage.computed_tokens
-        explanation = completion.explanation
         if explanation is not None and explanation.cached_tokens == usage.cached_tokens:
             for miss in explanation.misses:
                 self.missed_tokens[miss.reason.value] += miss.num_tokens

@@ -1,5 +1,7 @@
 """A real server over real HTTP, in a thread of the test's own process, so that its engine can be looked at."""
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -57,3 +59,20 @@ def live_server(engine: Engine, **settings: Any) -> Iterator[LiveServer]:
         server.should_exit = server.force_exit = True
         thread.join(timeout=15)
         assert not thread.is_alive()
+
+
+def send_raw(server: LiveServer, path: str, body: Any) -> socket.socket:
+    """Post some JSON without waiting for the answer; closing the connection is the client's going."""
+    content = json.dumps(body).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+def wait_until_running(server: LiveServer, count: int = 1) -> None:
+    deadline = time.monotonic() + 10
+    while server.engine.stats().running < count and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert server.engine.stats().running >= count

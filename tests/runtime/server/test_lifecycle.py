@@ -4,13 +4,12 @@ import json
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from live_server import LiveServer, live_server
+from live_server import LiveServer, live_server, send_raw, wait_until_running
 from openai import APIStatusError, APITimeoutError, OpenAI, RateLimitError
 
 from phloem.runtime import Engine
@@ -35,24 +34,13 @@ def events_of(response: httpx.Response) -> Iterator[Any]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def wait_until_running(server: LiveServer, count: int = 1) -> None:
-    deadline = time.monotonic() + 10
-    while server.engine.stats().running < count and time.monotonic() < deadline:
-        time.sleep(0.002)
-    assert server.engine.stats().running >= count
-
-
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", ENDLESS), ("/v1/chat/completions", CHAT)])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_ends_its_request(
     server: LiveServer, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     before = server.engine.stats().generated_tokens
-    content = json.dumps({**body, "stream": stream}).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    with send_raw(server, path, {**body, "stream": stream}) as connection:
         if stream:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         wait_until_running(server, body.get("n", 1))
