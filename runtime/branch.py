@@ -280,12 +280,14 @@ class Branch:
             InvalidRequest: `ttl` or `owner` is out of range, or the path does not fill one block.
             CacheFull: The budget for pins does not hold it; the message says what is pinned.
         """
-        self.next_token_logprobs(top=1)
+        if not self._core.call(self._is_committed).result():
+            self.next_token_logprobs(top=1)
         return self._pin(ttl, owner)
 
     async def apin(self, *, ttl: float = 60.0, owner: str = "branch") -> int:
         """Do as `pin`, for an event loop."""
-        await self.anext_token_logprobs(top=1)
+        if not await asyncio.wrap_future(self._core.call(self._is_committed)):
+            await self.anext_token_logprobs(top=1)
         return await asyncio.to_thread(self._pin, ttl, owner)  # it waits for the step under way
 
     def unpin(self) -> None:
@@ -293,6 +295,12 @@ class Branch:
         lease, self._lease = self._lease, None
         if lease is not None:
             self._core.call(lease.release).result()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the lease that `pin` took has not ended."""
+        lease = self._lease
+        return lease is not None and lease.ended is None
 
     def explain(self) -> Explanation:
         """Tell how much of the path needs no computing for the next token, and why the rest does."""
@@ -334,6 +342,13 @@ class Branch:
                 "the branch is busy with a score or an expansion; wait for it, or fork", field="branch"
             )
         return path
+
+    def _is_committed(self) -> bool:
+        """Whether the tree has all whole blocks of the path. For the engine's thread."""
+        path = self._live_path()
+        num_tokens = len(path.tokens)
+        whole = num_tokens - num_tokens % self._core.paths.block_size
+        return self._core.paths.cached_tokens(path, reusable=num_tokens) == whole
 
     async def _achecked(self, params: SamplingParams | None) -> SamplingParams | None:
         """Check parameters; in a thread where they have a grammar, since that may take long to compile."""

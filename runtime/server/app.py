@@ -19,6 +19,7 @@ from phloem.radix import InvalidNamespace
 from phloem.runtime.engine import Engine
 from phloem.runtime.errors import PhloemError
 from phloem.runtime.server import (
+    anthropic_messages,
     branches,
     health,
     metrics,
@@ -27,6 +28,7 @@ from phloem.runtime.server import (
     openai_models,
     openai_responses,
 )
+from phloem.runtime.server.anthropic_errors import anthropic_error
 from phloem.runtime.server.errors import (
     CLIENT_GONE,
     ApiError,
@@ -47,10 +49,11 @@ ROUTERS: tuple[APIRouter, ...] = (
     openai_chat.router,
     openai_responses.router,
     branches.router,
+    anthropic_messages.router,
     metrics.router,
 )
 
-ERROR_FORMS: tuple[tuple[str, Render], ...] = ()
+ERROR_FORMS: tuple[tuple[str, Render], ...] = (("/v1/messages", anthropic_error),)
 """By the beginning of a path, the form of its errors; elsewhere it is OpenAI's."""
 
 

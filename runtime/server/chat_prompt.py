@@ -74,6 +74,12 @@ class ChatPrompt:
     digest: bytes
     """Of the conversation; see `answers.py`."""
 
+    begun: str = ""
+    """What the answer begins with."""
+
+    begun_ids: tuple[int, ...] = ()
+    """Its tokens, at the end of `token_ids`."""
+
 
 class Prompter:
     """Encodes conversations for one model. Threads may share it."""
@@ -83,7 +89,12 @@ class Prompter:
         self._answers = answers
 
     def encode(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], namespace: Namespace
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        namespace: Namespace,
+        *,
+        begun: str = "",
     ) -> ChatPrompt:
         """Return the prompt that asks for the next answer. Takes a while for long ones: call it in a thread.
 
@@ -91,6 +102,7 @@ class Prompter:
             messages: The conversation.
             tools: In OpenAI's form, `{"type": "function", "function": {...}}`.
             namespace: In which the answers were given.
+            begun: What the next answer begins with.
 
         Raises:
             InvalidRequest: The template refuses it.
@@ -110,7 +122,8 @@ class Prompter:
         elif tools:
             known = self._tell_of_tools(plain, known, tool_text([ordered(tool) for tool in tools]))
         token_ids = self._engine.tokenizer.encode_chat(plain, template_options=options, answers=known)
-        return ChatPrompt(token_ids, digest)
+        begun_ids = self._engine.tokenizer.encode(begun, add_special_tokens=False, parse_special_tokens=False)
+        return ChatPrompt(token_ids + begun_ids, digest, begun, tuple(begun_ids))
 
     def remember(
         self,
@@ -125,8 +138,9 @@ class Prompter:
         if completion.finish_reason == "abort" or not completion.token_ids:
             return
         message = answer_of(completion, params, self._engine)
-        digest = _digest(prompt.digest, "assistant", content, calls)
-        self._answers.keep(digest, message.content, message.token_ids or ())
+        digest = _digest(prompt.digest, "assistant", prompt.begun + content, calls)
+        token_ids = (*prompt.begun_ids, *(message.token_ids or ()))
+        self._answers.keep(digest, prompt.begun + message.content, token_ids)
 
     def _add(self, plain: list[dict[str, Any]], message: ChatMessage, answer: Answer | None) -> None:
         if answer is not None:

@@ -19,6 +19,8 @@ from phloem.runtime.generation import AsyncGeneration
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.answers import AnswerMemory
+from phloem.runtime.server.anthropic_cache import PromptLeases
+from phloem.runtime.server.anthropic_diagnostics import FingerprintStore
 from phloem.runtime.server.auth import Tenant
 from phloem.runtime.server.branch_store import BranchStore
 from phloem.runtime.server.chat_prompt import Prompter
@@ -148,6 +150,8 @@ class Service:
             retry_after_s=settings.retry_after_s,
         )
         self.prompter = Prompter(engine, self.answers)
+        self.prompt_leases = PromptLeases(engine)
+        self.fingerprints = FingerprintStore()
         self.token_texts = TokenTexts(engine.tokenizer)
         self.started_at = int(time.time())
         """In seconds since 1970."""

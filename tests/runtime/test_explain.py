@@ -1,5 +1,6 @@
 """Why tokens were computed, per request, and leases, through the engine."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,18 @@ def test_unpinning_and_clearing_end_a_lease(tiny_path: Path) -> None:
         branch.pin()
         engine.clear_cache()
         assert engine.stats().cache.pinned == 0
+        engine.check()
+
+
+def test_what_is_cached_is_pinned_without_computing(tiny_path: Path) -> None:
+    with Engine(tiny_path, num_blocks=16, block_size=8) as engine, engine.branch(ids(32)) as branch:
+        run(engine, ids(33))
+        before = engine.stats().computed_tokens
+        assert branch.pin() == asyncio.run(branch.apin()) == 32
+        assert branch.is_pinned
+        assert engine.stats().computed_tokens == before
+        branch.unpin()
+        assert not branch.is_pinned
         engine.check()
 
 

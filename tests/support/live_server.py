@@ -38,7 +38,8 @@ class LiveServer:
             time.sleep(0.005)
         assert stats.running == stats.waiting == self.service.gate.active == 0
         self.engine.check()
-        assert stats.cache.locked == stats.cache.private - stats.kept_tails == 0
+        assert stats.cache.locked == stats.cache.pinned
+        assert stats.cache.private == stats.kept_tails
 
 
 @contextmanager
