@@ -28,6 +28,7 @@ from phloem.runtime.models.loading import LoadedModel
 from phloem.runtime.path_cache import PathCache
 from phloem.runtime.placement import Placement, attention_spec
 from phloem.runtime.progress import status, track
+from phloem.runtime.sandbox import Sandbox
 from phloem.runtime.scheduler import Scheduler
 from phloem.runtime.step_forward import EagerForward, Forward, GraphForward, bucket_sizes, capture_step
 
@@ -107,6 +108,13 @@ class Assembler:
         return ModelRunner(
             decoder, store, attention, eos_ids=self.loaded.tokenizer.eos_token_ids, forward=forward
         )
+
+    def sandbox(self) -> Sandbox | None:
+        """Start the processes for grammars and templates, if they are asked for."""
+        limit = self.config.sandbox_timeout_s
+        if limit is None:
+            return None
+        return Sandbox(self.loaded.tokenizer, self.loaded.config.vocab_size, timeout_s=limit)
 
     def _attention(self, store: PagedKVStore) -> AttentionBackend:
         spec = attention_spec(self.loaded.config)

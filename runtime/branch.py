@@ -133,7 +133,7 @@ class Branch:
         self, params: SamplingParams | None = None, *, timeout_s: float | None = None
     ) -> AsyncGeneration:
         """Start as `agenerate` does, and return the generation under way, which ends with an error after `timeout_s` seconds."""
-        params = await self._achecked(params)
+        await self._core.prepare(params)
         sink = AsyncSink()
         return AsyncGeneration(sink, self._start(sink, params, timeout_s=timeout_s))
 
@@ -185,7 +185,8 @@ class Branch:
     async def aexpand(self, n: int, params: SamplingParams | None = None) -> list[Branch]:
         """Do as `expand`, for an event loop."""
         check_count("n", n)
-        children = self._children_of(n, await self._achecked(params), AsyncSink)
+        await self._core.prepare(params)
+        children = self._children_of(n, params, AsyncSink)
         try:
             results = await asyncio.gather(*(self._aresult(child) for child in children))
             return [self.branch_of(child, result) for child, result in zip(children, results, strict=True)]
@@ -349,12 +350,6 @@ class Branch:
         num_tokens = len(path.tokens)
         whole = num_tokens - num_tokens % self._core.paths.block_size
         return self._core.paths.cached_tokens(path, reusable=num_tokens) == whole
-
-    async def _achecked(self, params: SamplingParams | None) -> SamplingParams | None:
-        """Check parameters; in a thread where they have a grammar, since that may take long to compile."""
-        if isinstance(params, SamplingParams) and params.grammar is not None:
-            return await asyncio.to_thread(self._core.checked, params)
-        return params
 
     def _start(
         self, sink: Sink, params: SamplingParams | None, *, timeout_s: float | None = None

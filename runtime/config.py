@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,6 +85,10 @@ class EngineConfig:
     num_threads: int | None = None
     """Threads for tensor work. None: what torch chooses (OMP_NUM_THREADS is respected)."""
 
+    sandbox_timeout_s: float | None = None
+    """Compile grammars and render chat templates in processes of their own, that are killed after so many seconds, or when they take
+    much memory: for requests of strangers. None: in this process, without a limit."""
+
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         for name, known in (("kv_dtype", KV_DTYPES), ("backend", BACKENDS)):
@@ -107,6 +112,15 @@ class EngineConfig:
         _require(
             self.num_threads is None or self.num_threads <= MAX_THREADS,
             f"num_threads must be at most {MAX_THREADS}, not {self.num_threads!r}",
+        )
+        limit = self.sandbox_timeout_s
+        good = isinstance(limit, int | float) and not isinstance(limit, bool) and 0 < limit < 1e6
+        _require(
+            limit is None or good, f"sandbox_timeout_s must be a number of seconds above 0, not {limit!r}"
+        )
+        _require(
+            limit is None or hasattr(os, "fork"),
+            "sandbox_timeout_s needs a system that can fork: leave it at None on this one",
         )
         _check_policy(self.eviction_policy)
 

@@ -138,6 +138,7 @@ class Engine:
         timeout_s: float | None = None,
     ) -> list[Completion]:
         """Do as `generate`, for an event loop. Cancelling it aborts the requests."""
+        await self._prepare(params)
         jobs = self._jobs(prompts, params, namespace, timeout_s)
         generations = self._start_all(jobs, AsyncSink, AsyncGeneration)
         try:
@@ -155,6 +156,7 @@ class Engine:
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Do as `stream`, for an event loop. Closing the iterator aborts the request."""
+        await self._prepare(params)
         job = self._job(prompt, params, namespace, timeout_s)
         _require_single(job.params)
         [generation] = self._start_all([job], AsyncSink, AsyncGeneration)
@@ -174,6 +176,7 @@ class Engine:
 
         Encoding and compiling, which can take a while, happen in a thread of their own.
         """
+        await self._prepare(params)
         jobs = await asyncio.to_thread(self._jobs, prompts, params, namespace, timeout_s)
         return self._start_all(jobs, AsyncSink, AsyncGeneration)
 
@@ -278,7 +281,11 @@ class Engine:
 
     def close(self) -> None:
         """End what runs, with :class:`EngineClosed`, and the engine's thread. May be called twice."""
-        self._core.loop.close()
+        self._core.close()
+
+    async def _prepare(self, params: SamplingParams | Sequence[SamplingParams] | None) -> None:
+        for each in params if isinstance(params, Sequence) else (params,):
+            await self._core.prepare(each)
 
     def _jobs(
         self,
@@ -393,9 +400,11 @@ def start(parts: Assembler) -> EngineCore:
     store = parts.store()
     context = config.max_model_len or loaded.config.max_position
     limit = min(context, parts.num_pool_blocks(store) * store.block_size)
+    sandbox = parts.sandbox()
+    tokenizer = loaded.tokenizer if sandbox is None else loaded.tokenizer.with_renderer(sandbox.render)
     return EngineCore(
         model=loaded.config,
-        tokenizer=loaded.tokenizer,
+        tokenizer=tokenizer,
         loop=EngineLoop(
             parts.scheduler(store),
             parts.runner(store, max_len=limit),
@@ -405,7 +414,8 @@ def start(parts: Assembler) -> EngineCore:
         ),
         identity=Namespace(model=loaded.fingerprint, kv_dtype=str(store.dtype).removeprefix("torch.")),
         max_model_len=limit,
-        grammars=GrammarCompiler(loaded.tokenizer, loaded.config.vocab_size),
+        grammars=GrammarCompiler(tokenizer, loaded.config.vocab_size, sandbox=sandbox),
+        sandbox=sandbox,
         length_advice="the KV pool holds {limit}{room}: raise num_blocks or kv_memory_bytes"
         if limit < context
         else "the context is {limit}{room}: shorten it",

@@ -25,6 +25,7 @@ from phloem.runtime.path import Path
 from phloem.runtime.path_cache import PathCache
 from phloem.runtime.request import Cohort, Request
 from phloem.runtime.sampling_params import SamplingParams
+from phloem.runtime.sandbox import Sandbox
 from phloem.runtime.tokenizer import Tokenizer
 
 MAX_FORKS = 100_000
@@ -50,10 +51,19 @@ class EngineCore:
     length_advice: str
     """What to change when a path is longer than that."""
 
+    sandbox: Sandbox | None = None
+    """Where grammars and templates are tried; None if they are trusted."""
+
     _request_numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.loop.close_soon).atexit = False
+
+    def close(self) -> None:
+        """End what runs, with `EngineClosed`, and the engine's thread. May be called twice."""
+        self.loop.close()
+        if self.sandbox is not None:
+            self.sandbox.close()
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever phase it is. Unknown and finished ids are ignored.
@@ -207,6 +217,16 @@ class EngineCore:
         if params.grammar is None and not params.heal:
             return None
         return self.grammars.compile(params.grammar, after=params.heal)
+
+    async def prepare(self, params: SamplingParams | None) -> None:
+        """Compile the grammar of parameters, if there is one, without holding up an event loop.
+
+        Raises:
+            GrammarError: As `constraint`.
+            QueueFull: Other grammars before it took too long.
+        """
+        if isinstance(params, SamplingParams) and (params.grammar is not None or params.heal):
+            await self.grammars.prepare(params.grammar, after=params.heal)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request.

@@ -144,6 +144,7 @@ async def aexpand(
     core: EngineCore, branches: Sequence[Branch], n: int, params: SamplingParams | None
 ) -> AsyncIterator[Branch]:
     """Do as `expand`, for an event loop."""
+    await core.prepare(params)
     params = check_expansion(core, n, params)
     _check_branches(core, branches)
     left: dict[str, Child] = {}

@@ -19,159 +19,87 @@ Invariants:
 
 from __future__ import annotations
 
-import json
-import re
+import asyncio
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from phloem.runtime.errors import GrammarError
-from phloem.runtime.grammar_check import explain, refuse_endless
-from phloem.runtime.grammar_source import source, source_after
+from phloem.runtime.errors import GrammarError, QueueFull
+from phloem.runtime.grammar_matcher import make_matcher, make_parser_tokenizer
+from phloem.runtime.grammar_source import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+    from phloem.runtime.sandbox import Sandbox
     from phloem.runtime.tokenizer import Tokenizer
 
-GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
+__all__ = ["Constraint", "Grammar", "GrammarCompiler", "GrammarKind"]
 
+_MAX_THREADS = 2
+"""Grammars that are compiled at the same time for event loops."""
 
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """What a text may be: a JSON schema, a regular expression, a choice, or a context-free grammar.
-
-    Use the class methods. Equal descriptions are equal and hash alike, so they can be keys. Only the form is
-    checked here; whether a schema or a pattern is sound is found by `GrammarCompiler.compile`.
-    """
-
-    kind: GrammarKind
-
-    text: str
-    """The schema or the options as JSON, the pattern, or the Lark text."""
-
-    flexible_whitespace: bool = False
-    """For JSON: any whitespace between tokens, where False fixes it to that of ``json.dumps``."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(GrammarKind):
-            raise GrammarError(
-                f"{self.kind!r} is no kind of grammar; use one of {', '.join(get_args(GrammarKind))}",
-                field="grammar",
-            )
-        if not isinstance(self.text, str):
-            raise GrammarError(
-                f"a {self.kind} must be a string, not {type(self.text).__name__}", field="grammar"
-            )
-        try:
-            self.text.encode()
-        except UnicodeEncodeError as error:
-            raise GrammarError(
-                f"the {self.kind} has a lone surrogate at character {error.start}, which no UTF-8 can hold: "
-                "remove it",
-                field="grammar",
-            ) from None
-
-    @classmethod
-    def json_schema(
-        cls, schema: Mapping[str, Any] | str | Any, *, flexible_whitespace: bool = False
-    ) -> Grammar:
-        """JSON that a schema accepts, with the properties in the schema's order.
-
-        A ``format`` is followed as a pattern: a ``date`` has its shape, but may be the 29th of February of
-        any year.
-
-        Args:
-            schema: A JSON Schema (2020-12 or draft 7) as a mapping or as JSON text, or a class that gives one
-                by ``model_json_schema()``, such as a pydantic model.
-            flexible_whitespace: Let the model lay the JSON out as it likes. The default is the layout of
-                ``json.dumps``, where more tokens are forced and so cost no model step, and no endless run of
-                blanks is possible.
-
-        Raises:
-            GrammarError: It is none of these, or no JSON.
-        """
-        if hasattr(schema, "model_json_schema"):
-            schema = schema.model_json_schema()
-        if isinstance(schema, str):
-            schema = _parse_json(schema)
-        if not isinstance(schema, Mapping):
-            raise GrammarError(
-                f"a JSON schema must be a mapping, JSON text of an object, or have model_json_schema(), "
-                f"not {type(schema).__name__}",
-                field="grammar",
-            )
-        return cls("json_schema", _dump_json(dict(schema)), flexible_whitespace)
-
-    @classmethod
-    def json_object(cls, *, flexible_whitespace: bool = False) -> Grammar:
-        """Any JSON object."""
-        return cls.json_schema({"type": "object"}, flexible_whitespace=flexible_whitespace)
-
-    @classmethod
-    def regex(cls, pattern: str) -> Grammar:
-        r"""Text that a pattern matches as a whole, in the syntax of Rust's regex crate.
-
-        It is nearly that of `re`, without look-around and backreferences; ``^`` and ``$`` are not needed.
-        ``\d`` and ``\w`` mean the characters of all scripts: write ``[0-9]`` for the ASCII digits.
-        """
-        return cls("regex", pattern)
-
-    @classmethod
-    def choice(cls, options: Sequence[str]) -> Grammar:
-        """Exactly one of some texts.
-
-        Raises:
-            GrammarError: There are none, or one is empty or no string.
-        """
-        if isinstance(options, str) or not isinstance(options, Sequence) or not options:
-            raise GrammarError(
-                f"options must be a list of at least one string, not {options!r}", field="grammar"
-            )
-        for index, option in enumerate(options):
-            if not isinstance(option, str) or not option:
-                raise GrammarError(
-                    f"options[{index}] must be a string of at least one character, not {option!r}",
-                    field="grammar",
-                )
-        return cls("choice", _dump_json(list(dict.fromkeys(options))))
-
-    @classmethod
-    def lark(cls, text: str) -> Grammar:
-        """A context-free grammar in llguidance's dialect of Lark; its first rule is ``start``."""
-        return cls("lark", text)
+_MAX_WAIT_S = 10.0
+"""How long one may wait for its turn to be compiled."""
 
 
 class GrammarCompiler:
     """Compiles grammars for one model, each of them once.
 
     Holds the vocabulary in the parser's form, built at the first use (about 0.3 s for 50,000 tokens), and the
-    `max_cached` grammars used last. Threads may share it: compiling takes from 1 ms to about a second and
+    `max_cached` grammars used last. Threads may share it: compiling mostly takes from 1 ms to about a second and
     lets other threads run.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, max_cached: int = 64) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, *, max_cached: int = 64, sandbox: Sandbox | None = None
+    ) -> None:
         """Prepare nothing yet.
 
         Args:
             tokenizer: The model's.
             vocab_size: The width of the model's logits, which may exceed the tokenizer's.
             max_cached: Compiled grammars that are kept, at least 1.
+            sandbox: Where a new grammar is compiled first, within limits. None: here alone, however long it takes.
         """
         if vocab_size < 1 or max_cached < 1:
             raise ValueError(f"vocab_size ({vocab_size}) and max_cached ({max_cached}) must be at least 1")
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_cached = max_cached
+        self._sandbox = sandbox
         self._vocabulary: _Vocabulary | None = None
         self._compiled: OrderedDict[tuple[Grammar | None, str], Constraint] = OrderedDict()
         self._vocabulary_lock = Lock()
         self._compiled_lock = Lock()
+        # Not the event loop's own threads: slow grammars would keep all of them from other requests.
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "phloem-grammar")
+
+    async def prepare(self, grammar: Grammar | None, *, after: str = "") -> None:
+        """Compile without holding up an event loop, so that `compile` has it at hand.
+
+        Raises:
+            GrammarError: As `compile`.
+            QueueFull: Others before it took too long.
+        """
+        with self._compiled_lock:
+            if (grammar, after) in self._compiled:
+                return
+        asked_at = time.monotonic()
+
+        def in_turn() -> None:
+            waited_s = time.monotonic() - asked_at
+            if waited_s > _MAX_WAIT_S:
+                raise QueueFull(f"other grammars took {waited_s:.0f} s to compile: try again later")
+            self.compile(grammar, after=after)
+
+        await asyncio.get_running_loop().run_in_executor(self._threads, in_turn)
 
     def compile(self, grammar: Grammar | None, *, after: str = "") -> Constraint:
         """Return a constraint that stands at the grammar's beginning; some microseconds when it is cached.
@@ -205,26 +133,10 @@ class GrammarCompiler:
             return compiled.fork()
 
     def _build(self, grammar: Grammar | None, after: str) -> Constraint:
-        from llguidance import LLMatcher, LLParserLimits
-
         vocabulary = self._get_vocabulary()
-        # verbose errors would put the parser's whole state, user text included, into messages
-        matcher = LLMatcher(
-            vocabulary.parser_tokenizer,
-            source_after(after, grammar) if grammar is None or after else source(grammar),
-            log_level=0,
-            limits=LLParserLimits(verbose_errors=False),
-        )
-        if matcher.is_error():
-            known = grammar or Grammar.regex(re.escape(after))
-            raise explain(known.kind, known.text, matcher.get_error())
-        if warnings := matcher.get_grammar_warnings():
-            # only a schema inside Lark that asks for it ("lenient") gets here: its output need not validate
-            raise GrammarError(
-                f"the grammar would be followed in part only: {'; '.join(warnings)}", field="grammar"
-            )
-        if grammar is not None and grammar.kind == "json_schema":
-            refuse_endless(json.loads(grammar.text))
+        if self._sandbox is not None:
+            self._sandbox.check_grammar(grammar, after)
+        matcher = make_matcher(vocabulary.parser_tokenizer, grammar, after)
         bytes_to_free = len(after.encode()) if grammar is None else None
         constraint = Constraint(matcher, vocabulary, bytes_to_free=bytes_to_free)
         constraint.mask()  # finds what matches nothing, and is shared by all forks
@@ -423,24 +335,8 @@ class _Vocabulary:
     @classmethod
     def build(cls, tokenizer: Tokenizer, vocab_size: int) -> _Vocabulary:
         """Raises `GrammarError` for a tokenizer that the parser can't use. About 0.3 s for 50,000 tokens."""
-        from llguidance import LLTokenizer
-
-        if not tokenizer.eos_token_ids:
-            raise GrammarError(
-                "the model's tokenizer has no end-of-text token, so constrained text could not end; "
-                "set eos_token in its tokenizer_config.json",
-                field="grammar",
-            )
         width = max(vocab_size, tokenizer.vocab_size)
-        try:
-            parser_tokenizer = LLTokenizer(
-                tokenizer.backend.to_str(), n_vocab=width, eos_token=list(tokenizer.eos_token_ids)
-            )
-        except ValueError as error:
-            raise GrammarError(
-                f"output can't be constrained with this model's tokenizer ({error}); use another model",
-                field="grammar",
-            ) from error
+        parser_tokenizer = make_parser_tokenizer(tokenizer.backend.to_str(), width, tokenizer.eos_token_ids)
         eos_token_ids = frozenset(tokenizer.eos_token_ids)
         return cls(tokenizer, parser_tokenizer, vocab_size, (width + 31) // 32 * 4, eos_token_ids)
 
@@ -448,33 +344,3 @@ class _Vocabulary:
         """Return a token's text for a message; empty for an id that doesn't exist."""
         known = 0 <= token_id < self.tokenizer.vocab_size
         return self.tokenizer.decode([token_id], skip_special_tokens=False) if known else ""
-
-
-def _parse_json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise GrammarError(
-            f"the JSON schema is no JSON: {error.msg} at line {error.lineno}, column {error.colno}",
-            field="grammar",
-        ) from error
-    except RecursionError:
-        raise GrammarError(
-            "the JSON schema is nested too deeply: flatten it with $defs", field="grammar"
-        ) from None
-
-
-def _dump_json(value: object) -> str:
-    """Return one text for equal values. The order of keys is kept: it is that of the output's properties."""
-    try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except RecursionError:
-        raise GrammarError(
-            "the JSON schema is nested too deeply: flatten it with $defs", field="grammar"
-        ) from None
-    except (TypeError, ValueError) as error:
-        raise GrammarError(
-            f"the JSON schema can't be written as JSON ({error}): "
-            "use plain dicts, lists, strings and finite numbers",
-            field="grammar",
-        ) from error

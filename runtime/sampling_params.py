@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4_096
 MAX_N = 10_000
 MAX_LOGPROBS = 1_000
 MAX_BIAS = 1_000.0
@@ -196,6 +197,12 @@ def _strings(stop: object) -> tuple[str, ...]:
     if len(strings) > MAX_STOP_STRINGS:
         raise InvalidRequest(
             f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are taken", field="stop"
+        )
+    # Each token's text is searched for them, with as much before it as they are long.
+    if (num_characters := sum(map(len, strings))) > MAX_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"stop has {num_characters:,} characters; at most {MAX_STOP_CHARACTERS:,} are taken, in all its strings",
+            field="stop",
         )
     return strings
 

@@ -9,9 +9,10 @@ Text is a view of tokens. Nothing here is ever used to get from generated tokens
 
 from __future__ import annotations
 
+import copy
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,17 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self._special_texts = {added[index].content: index for index in self.special_ids}
+        self._render_elsewhere: Callable[[str, Mapping[str, Any]], str] | None = None
+
+    def with_renderer(self, render: Callable[[str, Mapping[str, Any]], str]) -> Tokenizer:
+        """Return the same tokenizer, for which a function renders chat templates, given a template and its variables.
+
+        By default that is done in this thread, in the immutable sandbox of jinja2, where a template can change nothing but can loop
+        for ever.
+        """
+        other = copy.copy(self)
+        other._render_elsewhere = render
+        return other
 
     @classmethod
     def from_directory(cls, directory: str | Path, *, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
@@ -240,15 +252,21 @@ class Tokenizer:
             raise InvalidRequest(
                 "this model has no chat template; pass the prompt as text or token ids", field="messages"
             )
+        options = {**options, "add_generation_prompt": add_generation_prompt}
         try:
-            rendered = self.hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
-            )
+            if self._render_elsewhere is None:
+                return str(self.hf.apply_chat_template(messages, tokenize=False, **options))
+            template = self.hf.get_chat_template(None, options.get("tools"))
+            # As transformers does: templates take a missing key for one that is None, but not the other way round.
+            plain = [{key: value for key, value in each.items() if value is not None} for each in messages]
+            variables = {**self.hf.special_tokens_map, **options, "messages": plain}
+            return self._render_elsewhere(template, variables)
+        except InvalidRequest:
+            raise
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from error
-        return str(rendered)
 
 
 class IncrementalDetokenizer:

@@ -14,6 +14,9 @@ from rich.markup import escape
 
 from phloem.runtime import Engine, EngineConfig, InvalidRequest
 
+SANDBOX_TIMEOUT_S = 5.0
+"""Grammars and conversations come from whoever reaches the server, so what is done with them ends."""
+
 
 def run_serve(model: str, options: Mapping[str, Any], assignments: Sequence[str], console: Console) -> None:
     """Serve until a signal.
@@ -38,7 +41,7 @@ def run_serve(model: str, options: Mapping[str, Any], assignments: Sequence[str]
     names = [field.name for field in dataclasses.fields(ServerSettings)]
     given = dict(_assignment(each) for each in assignments)
     of_server = {name: given.pop(name) for name in names if name in given}
-    config = EngineConfig().replace(**given)
+    config = EngineConfig(sandbox_timeout_s=SANDBOX_TIMEOUT_S).replace(**given)
     chosen = {**options, **of_server}
     chosen["served_names"] = options["served_names"] or (served_name(model),)
     settings = ServerSettings(**chosen)

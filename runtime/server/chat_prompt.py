@@ -84,8 +84,9 @@ class ChatPrompt:
 class Prompter:
     """Encodes conversations for one model. Threads may share it."""
 
-    def __init__(self, engine: Engine, answers: AnswerMemory) -> None:
+    def __init__(self, engine: Engine, answers: AnswerMemory, *, max_messages: int) -> None:
         self._engine = engine
+        self._max_messages = max_messages
         self._answers = answers
 
     def encode(
@@ -105,8 +106,13 @@ class Prompter:
             begun: What the next answer begins with.
 
         Raises:
-            InvalidRequest: The template refuses it.
+            InvalidRequest: The template refuses it, or there are too many messages.
         """
+        if len(messages) > self._max_messages:
+            raise InvalidRequest(
+                f"the conversation has {len(messages):,} messages; at most {self._max_messages:,} are taken",
+                field="messages",
+            )
         digest = (namespace.salt or "").encode()
         plain: list[dict[str, Any]] = []
         known: dict[int, Sequence[int]] = {}

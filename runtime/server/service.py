@@ -149,7 +149,7 @@ class Service:
             idle_s=settings.branch_idle_s,
             retry_after_s=settings.retry_after_s,
         )
-        self.prompter = Prompter(engine, self.answers)
+        self.prompter = Prompter(engine, self.answers, max_messages=settings.max_messages)
         self.prompt_leases = PromptLeases(engine)
         self.fingerprints = FingerprintStore()
         self.token_texts = TokenTexts(engine.tokenizer)

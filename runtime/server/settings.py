@@ -14,7 +14,7 @@ MIN_KEY_CHARACTERS = 8
 MIN_SECRET_BYTES = 16
 
 _WHOLE = (
-    "max_requests", "retry_after_s", "max_body_bytes", "max_depth", "max_n", "max_logprobs", "max_grammar_bytes",
+    "max_requests", "retry_after_s", "max_body_bytes", "max_depth", "max_messages", "max_n", "max_logprobs", "max_grammar_bytes",
     "answer_memory_bytes", "stored_responses_bytes", "max_branches", "max_branches_per_key",
 )  # fmt: skip
 _SECONDS = (
@@ -79,6 +79,9 @@ class ServerSettings:
 
     max_n: int = 128
     """Completions of one prompt."""
+
+    max_messages: int = 10_000
+    """Of a conversation."""
 
     max_logprobs: int = 100
     """Likeliest tokens that are reported beside each one."""

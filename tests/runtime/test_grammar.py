@@ -6,6 +6,7 @@ may come.
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import random
@@ -24,7 +25,8 @@ from hypothesis import strategies as st
 from real_model import real_model_path
 from tiny_model import IM_END_ID, IM_START_ID, PAD_ID, VOCAB_SIZE, write_byte_tokenizer
 
-from phloem.runtime.errors import GrammarError, InvalidRequest
+from phloem.runtime import grammar as grammar_module
+from phloem.runtime.errors import GrammarError, InvalidRequest, QueueFull
 from phloem.runtime.grammar import Constraint, Grammar, GrammarCompiler
 from phloem.runtime.tokenizer import Tokenizer
 
@@ -841,3 +843,23 @@ def test_a_grammar_behind_a_text_is_checked_as_alone(compiler: GrammarCompiler) 
                 ),
                 after=after,
             )
+
+
+def test_a_grammar_that_waited_too_long_for_its_turn_is_told_to_come_later(
+    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_WAIT_S", 0.05)
+    compiler = GrammarCompiler(byte_tokenizer, PADDED_SIZE)
+    compiler.compile(Grammar.regex("a"))
+    slow = {"type": "integer", "multipleOf": 49999}
+
+    async def ask_all() -> list[BaseException | None]:
+        schemas = [Grammar.json_schema({**slow, "description": str(index)}) for index in range(3)]
+        waiting = asyncio.gather(*(compiler.prepare(each) for each in schemas), return_exceptions=True)
+        await compiler.prepare(Grammar.regex("a"))  # it is there, and waits for none
+        assert not waiting.done()
+        return await waiting
+
+    first, second, third = asyncio.run(ask_all())
+    assert first is second is None
+    assert isinstance(third, QueueFull)

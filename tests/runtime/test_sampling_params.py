@@ -15,7 +15,7 @@ from phloem.runtime import EngineConfig, InvalidRequest, SamplingParams
         ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan), ("top_p", -1),
         ("min_p", -0.1), ("min_p", 1.01), ("min_p", math.nan),
         ("seed", -1), ("seed", 2**63), ("seed", 1.0),
-        ("stop", ""), ("stop", ("a", "")), ("stop", 5), ("stop", ["x"] * 65),
+        ("stop", ""), ("stop", ("a", "")), ("stop", 5), ("stop", ["x"] * 65), ("stop", ["x" * 4096, "y"]),
         ("stop_token_ids", [-1]), ("stop_token_ids", "12"), ("stop_token_ids", [1.0]), ("stop_token_ids", 7),
         ("ignore_eos", 1), ("ignore_eos", None),
     ],

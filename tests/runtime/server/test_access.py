@@ -126,6 +126,19 @@ def test_a_body_that_is_too_large_is_refused_announced_or_not(server: LiveServer
             assert "100,000 bytes" in refused.json()["error"]["message"]
 
 
+def test_a_conversation_of_too_many_messages_is_refused(engine: Engine) -> None:
+    with live_server(engine, max_messages=3) as server, server.client() as client:
+        for count, status in ((3, 200), (4, 400)):
+            messages = [{"role": "user", "content": "a"}] * count
+            body = {"model": "tiny", "messages": messages, "max_tokens": 1}
+            answer = client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == status
+            items = {"model": "tiny", "input": messages, "max_output_tokens": 1}
+            assert client.post("/v1/responses", json=items).status_code == status
+        assert "at most 3" in answer.json()["error"]["message"]
+        server.wait_until_idle()
+
+
 @pytest.mark.parametrize("body", [b"[" * 20_000, b'{"a":' * 20_000, b"[" * 65 + b"]" * 65])
 def test_a_body_that_is_too_deep_is_refused(server: LiveServer, body: bytes) -> None:
     with server.client() as client:
