@@ -91,6 +91,8 @@ class PromptLeases:
 
     async def hold(self, prompt: ChatPrompt, marks: Sequence[Mark], namespace: Namespace) -> list[Mark]:
         """Take or renew the leases of a prompt that has been computed; return the marks that have one."""
+        if not self._engine.config.prefix_cache:
+            return []
         held = await asyncio.gather(*(self._hold(prompt, mark, namespace) for mark in marks))
         return [mark for mark, is_held in zip(marks, held, strict=True) if is_held]
 

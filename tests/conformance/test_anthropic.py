@@ -1,7 +1,6 @@
-"""`/v1/messages`, by Anthropic's own client."""
+"""`/v1/messages`, by Anthropic's own client: answers, streams, tools."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -9,60 +8,10 @@ import pytest
 from anthropic import (
     Anthropic,
 )
-from live_server import LiveServer, live_server
+from anthropic_client import ASKED, DRAWN, GREEDY, LONG, TIME, WEATHER, create, total
+from live_server import LiveServer
 
-from phloem.runtime import Engine, SamplingParams
-
-ASKED: list[Any] = [{"role": "user", "content": "Name a colour."}]
-LONG = "You are terse. " * 20
-WEATHER: dict[str, Any] = {
-    "name": "get_weather",
-    "description": "The weather of a city.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Rome"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
-TIME: dict[str, Any] = {
-    "name": "get_time",
-    "input_schema": {"type": "object", "properties": {}, "additionalProperties": False},
-}
-# The client has no parameter for what is not the same in all of Anthropic's models.
-GREEDY: dict[str, Any] = {"max_tokens": 12, "extra_body": {"temperature": 0, "ignore_eos": True}}
-DRAWN: dict[str, Any] = {"max_tokens": 40, "extra_body": {"temperature": 1.4, "seed": 2}}
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[Anthropic]:
-    with client_of(server) as client:
-        yield client
-
-
-def client_of(server: LiveServer, **options: Any) -> Anthropic:
-    return Anthropic(
-        base_url=server.url, **{"api_key": "any-key", "max_retries": 0, "timeout": 30, **options}
-    )
-
-
-def create(client: Anthropic, messages: Any = ASKED, **options: Any) -> Any:
-    return client.messages.create(model="tiny", messages=messages, **{**GREEDY, **options})
-
-
-def total(usage: Any) -> int:
-    """The prompt's tokens."""
-    created = usage.cache_creation
-    if created is not None:
-        by_ttl = created.ephemeral_5m_input_tokens + created.ephemeral_1h_input_tokens
-        assert by_ttl == usage.cache_creation_input_tokens
-    return int(usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens)
-
-
-def cached(text: str, ttl: str | None = None) -> dict[str, Any]:
-    control = {"type": "ephemeral"} if ttl is None else {"type": "ephemeral", "ttl": ttl}
-    return {"type": "text", "text": text, "cache_control": control}
-
+from phloem.runtime import SamplingParams
 
 # Answers
 
@@ -70,10 +19,10 @@ def cached(text: str, ttl: str | None = None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "system", ["Be terse.", [{"type": "text", "text": "Be"}, {"type": "text", "text": "terse."}]]
 )
-def test_it_answers_as_the_engine_does(client: Anthropic, server: LiveServer, system: Any) -> None:
+def test_it_answers_as_the_engine_does(anthropic: Anthropic, server: LiveServer, system: Any) -> None:
     server.engine.clear_cache()
     told = system if isinstance(system, str) else "Be\nterse."
-    first, second = (create(client, system=system) for _ in range(2))
+    first, second = (create(anthropic, system=system) for _ in range(2))
     prompt = [{"role": "system", "content": told}, *ASKED]
     [done] = server.engine.generate(prompt, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
     [block] = first.content
@@ -86,9 +35,9 @@ def test_it_answers_as_the_engine_does(client: Anthropic, server: LiveServer, sy
     assert second.usage.cache_read_input_tokens == done.usage.prompt_tokens - 1
 
 
-def test_a_stream_has_the_same_in_order(client: Anthropic) -> None:
-    whole = create(client, **DRAWN)
-    events = list(create(client, stream=True, **DRAWN))
+def test_a_stream_has_the_same_in_order(anthropic: Anthropic) -> None:
+    whole = create(anthropic, **DRAWN)
+    events = list(create(anthropic, stream=True, **DRAWN))
     kinds = [event.type for event in events]
     deltas = [event.delta for event in events if event.type == "content_block_delta"]
     assert kinds == [
@@ -105,12 +54,12 @@ def test_a_stream_has_the_same_in_order(client: Anthropic) -> None:
     )
 
 
-def test_the_clients_own_reading_of_a_stream_is_the_message(client: Anthropic, server: LiveServer) -> None:
+def test_the_clients_own_reading_of_a_stream_is_the_message(anthropic: Anthropic, server: LiveServer) -> None:
     options = {**GREEDY, "model": "tiny", "messages": ASKED}
-    with client.messages.stream(**options) as stream:
+    with anthropic.messages.stream(**options) as stream:
         text = "".join(stream.text_stream)
         message = stream.get_final_message()
-    assert text == message.content[0].text == create(client).content[0].text
+    assert text == message.content[0].text == create(anthropic).content[0].text
     assert message.usage.output_tokens == 12
 
 
@@ -123,50 +72,52 @@ def test_the_raw_events_are_named_and_one_is_a_ping(server: LiveServer) -> None:
     assert events[1]["event"] == "ping"
 
 
-def test_a_stop_sequence_ends_it_and_is_told(client: Anthropic) -> None:
+def test_a_stop_sequence_ends_it_and_is_told(anthropic: Anthropic) -> None:
     drawn = {"extra_body": {"temperature": 1.4, "seed": 5, "ignore_eos": True}, "max_tokens": 40}
-    whole = create(client, **drawn).content[0].text
+    whole = create(anthropic, **drawn).content[0].text
     stop = whole[8:11]
-    done = create(client, stop_sequences=["never", stop], **drawn)
+    done = create(anthropic, stop_sequences=["never", stop], **drawn)
     assert (done.stop_reason, done.stop_sequence) == ("stop_sequence", stop)
     assert done.content[0].text == whole[: whole.index(stop)]
-    *_, ended, _ = create(client, stop_sequences=["never", stop], stream=True, **drawn)
+    *_, ended, _ = create(anthropic, stop_sequences=["never", stop], stream=True, **drawn)
     assert (ended.delta.stop_reason, ended.delta.stop_sequence) == ("stop_sequence", stop)
 
 
-def test_the_models_own_end_and_the_contexts_are_told_apart(client: Anthropic) -> None:
-    ends = {create(client, max_tokens=1, extra_body={"seed": seed}).stop_reason for seed in range(9)}
+def test_the_models_own_end_and_the_contexts_are_told_apart(anthropic: Anthropic) -> None:
+    ends = {create(anthropic, max_tokens=1, extra_body={"seed": seed}).stop_reason for seed in range(9)}
     assert ends == {"max_tokens"}
     long = [{"role": "user", "content": "x" * 4060}]
-    assert create(client, long, max_tokens=500).stop_reason == "model_context_window_exceeded"
-    assert create(client, max_tokens=2000, extra_body={"temperature": 2, "seed": 1}).stop_reason == "end_turn"
+    assert create(anthropic, long, max_tokens=500).stop_reason == "model_context_window_exceeded"
+    assert (
+        create(anthropic, max_tokens=2000, extra_body={"temperature": 2, "seed": 1}).stop_reason == "end_turn"
+    )
 
 
-def test_an_answer_goes_on_from_its_beginning(client: Anthropic, server: LiveServer) -> None:
+def test_an_answer_goes_on_from_its_beginning(anthropic: Anthropic, server: LiveServer) -> None:
     server.engine.clear_cache()
     begun = [*ASKED, {"role": "assistant", "content": "The colour is"}]
-    first = create(client, begun, **DRAWN)
-    assert total(first.usage) == total(create(client, max_tokens=1).usage) + len("The colour is")
+    first = create(anthropic, begun, **DRAWN)
+    assert total(first.usage) == total(create(anthropic, max_tokens=1).usage) + len("The colour is")
     answer = "The colour is" + first.content[0].text
-    after = create(client, [*ASKED, {"role": "assistant", "content": answer}, *ASKED], **DRAWN)
+    after = create(anthropic, [*ASKED, {"role": "assistant", "content": answer}, *ASKED], **DRAWN)
     assert after.usage.cache_read_input_tokens >= total(first.usage) + first.usage.output_tokens - 1
 
 
-def test_neighbouring_messages_of_a_role_are_one(client: Anthropic) -> None:
+def test_neighbouring_messages_of_a_role_are_one(anthropic: Anthropic) -> None:
     parted = [
         {"role": "user", "content": "Name"},
         {"role": "user", "content": [{"type": "text", "text": "a colour."}]},
     ]
     one = [{"role": "user", "content": "Name\na colour."}]
-    assert create(client, parted).content == create(client, one).content
+    assert create(anthropic, parted).content == create(anthropic, one).content
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_json_that_fits_a_schema(client: Anthropic, stream: bool) -> None:
+def test_json_that_fits_a_schema(anthropic: Anthropic, stream: bool) -> None:
     schema = WEATHER["input_schema"]
     config = {"format": {"type": "json_schema", "schema": schema}}
     options = {"max_tokens": 60, "extra_body": {"output_config": config, "seed": 3}, "stream": stream}
-    made = create(client, **options)
+    made = create(anthropic, **options)
     text = (
         "".join(event.delta.text for event in made if event.type == "content_block_delta")
         if stream
@@ -178,25 +129,25 @@ def test_json_that_fits_a_schema(client: Anthropic, stream: bool) -> None:
 # Tokens
 
 
-def test_tokens_are_counted(client: Anthropic) -> None:
+def test_tokens_are_counted(anthropic: Anthropic) -> None:
     prompt: dict[str, Any] = {"model": "tiny", "messages": ASKED, "system": LONG, "tools": [WEATHER]}
-    counted = client.messages.count_tokens(**prompt).input_tokens
-    assert counted == total(create(client, system=LONG, tools=[WEATHER]).usage)
-    assert counted > client.messages.count_tokens(model="tiny", messages=ASKED).input_tokens
+    counted = anthropic.messages.count_tokens(**prompt).input_tokens
+    assert counted == total(create(anthropic, system=LONG, tools=[WEATHER]).usage)
+    assert counted > anthropic.messages.count_tokens(model="tiny", messages=ASKED).input_tokens
 
 
 def test_the_next_turn_hits_the_answer_although_its_text_would_be_other_tokens(
-    client: Anthropic, server: LiveServer
+    anthropic: Anthropic, server: LiveServer
 ) -> None:
     for stream in (False, True):
         server.engine.clear_cache()
         messages, known = list(ASKED), 0
         for turn in range(3):
             if stream:
-                with client.messages.stream(model="tiny", messages=messages, **DRAWN) as events:
+                with anthropic.messages.stream(model="tiny", messages=messages, **DRAWN) as events:
                     answer = events.get_final_message()
             else:
-                answer = create(client, messages, **DRAWN)
+                answer = create(anthropic, messages, **DRAWN)
             assert answer.usage.cache_read_input_tokens >= known, f"turn {turn}"
             assert "\ufffd" in answer.content[0].text, "the random model wrote clean text; take another seed"
             known = total(answer.usage) + answer.usage.output_tokens - 1
@@ -207,64 +158,78 @@ def test_the_next_turn_hits_the_answer_although_its_text_would_be_other_tokens(
             ]
 
 
-def test_a_billing_line_in_the_system_text_is_ignored(client: Anthropic, server: LiveServer) -> None:
+def test_a_billing_line_in_the_system_text_is_ignored(anthropic: Anthropic, server: LiveServer) -> None:
     server.engine.clear_cache()
-    plain = total(create(client, system=LONG).usage)
+    plain = total(create(anthropic, system=LONG).usage)
     for number in range(2):
         line = f"x-anthropic-billing-header: cc_version=2.1; cch={number};"
         for system in (f"{line}\n{LONG}", [{"type": "text", "text": line}, {"type": "text", "text": LONG}]):
-            usage = create(client, system=system).usage
+            usage = create(anthropic, system=system).usage
             assert (usage.cache_read_input_tokens, total(usage)) == (plain - 1, plain)
 
 
-# Breakpoints
+# Tools
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_breakpoints_take_leases_and_usage_tells_of_them(engine: Engine, stream: bool) -> None:
-    engine.clear_cache()
-    system, asked = (
-        [cached(LONG, "1h")],
-        [{"role": "user", "content": [cached("Name a colour. " * 9), {"type": "text", "text": "Quick!"}]}],
-    )
-
-    with live_server(engine) as server, client_of(server) as client:
-
-        def ask() -> Any:
-            if not stream:
-                return create(client, asked, system=system).usage
-            with client.messages.stream(model="tiny", messages=asked, system=system, **GREEDY) as events:
-                return events.get_final_message().usage
-
-        first, second = ask(), ask()
-        assert first.cache_read_input_tokens == 0
-        assert first.cache_creation.ephemeral_1h_input_tokens >= len(LONG)
-        assert first.cache_creation.ephemeral_5m_input_tokens >= len("Name a colour. " * 9)
-        # What is not kept is what comes after the last breakpoint, in the prompt's own tokens.
-        assert first.input_tokens == len("Quick!<\n<assistant\n") - len("<<") + 2
-        assert total(first) == total(second) == second.cache_read_input_tokens + 1
-        stats = engine.stats().cache
-        assert stats.pinned == first.cache_creation_input_tokens // 16
-        server.wait_until_idle()
-    engine.clear_cache()
+def test_a_tool_is_called_and_its_result_taken(anthropic: Anthropic, choice: Any, stream: bool) -> None:
+    options: dict[str, Any] = {"tools": [WEATHER], "max_tokens": 120}
+    drawn = {**options, "tool_choice": choice, "extra_body": {"seed": 1}}
+    if stream:
+        with anthropic.messages.stream(model="tiny", messages=ASKED, **drawn) as events:
+            kinds = [event.type for event in events]
+            made = events.get_final_message()
+        assert "input_json" in kinds
+    else:
+        made = create(anthropic, **drawn)
+    [call] = made.content
+    assert (made.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "get_weather")
+    assert call.id.startswith("toolu_")
+    jsonschema.validate(call.input, WEATHER["input_schema"])
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
+    said = {"role": "assistant", "content": [block.model_dump() for block in made.content]}
+    after = create(anthropic, [*ASKED, said, {"role": "user", "content": [result]}], **options)
+    # The call came back as it was drawn; what the grammar forced at its very end was never computed.
+    forced = len('"}}\n</tool_call>') + len("Paris")
+    assert after.usage.cache_read_input_tokens >= total(made.usage) + made.usage.output_tokens - forced
 
 
-def test_what_has_a_breakpoint_stays_whatever_comes(tiny_path: Any) -> None:
-    with (
-        Engine(tiny_path, dtype="float32", num_blocks=64) as engine,
-        live_server(engine) as server,
-        client_of(server) as client,
-    ):
-        create(client, system=[cached(LONG)])
-        for number in range(6):
-            create(client, [{"role": "user", "content": f"{number}" * 500}], max_tokens=1)
-        kept = create(client, system=[cached(LONG)]).usage
-        assert kept.cache_read_input_tokens >= len(LONG) - 16
-        assert engine.stats().cache.evictions > 0
-        # What the budget for leases does not hold is computed and answered all the same.
-        large = create(client, [{"role": "user", "content": [cached("y" * 700)]}], max_tokens=1).usage
-        assert (large.cache_creation_input_tokens, total(large)) == (
-            0,
-            large.input_tokens + large.cache_read_input_tokens,
+def test_several_calls_only_where_they_may_be(anthropic: Anthropic) -> None:
+    def num_calls(seed: int, **more: Any) -> int:
+        choice = {"type": "any", **more}
+        made = create(
+            anthropic,
+            tools=[TIME],
+            tool_choice=choice,
+            max_tokens=400,
+            extra_body={"seed": seed, "temperature": 4},
         )
-        server.wait_until_idle()
+        assert {block.type for block in made.content} == {"tool_use"}
+        return len(made.content)
+
+    assert max(num_calls(seed, disable_parallel_tool_use=False) for seed in range(6)) > 1
+    assert {num_calls(seed, disable_parallel_tool_use=True) for seed in range(6)} == {num_calls(0)} == {1}
+
+
+def test_tools_are_told_and_need_not_be_called(anthropic: Anthropic) -> None:
+    plain = total(create(anthropic).usage)
+    for choice in ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": True}, {"type": "none"}):
+        made = create(anthropic, tools=[WEATHER], tool_choice=choice)
+        assert [block.type for block in made.content] == ["text"]
+        assert total(made.usage) > plain + 100
+
+
+def test_a_result_that_is_an_error_says_so(anthropic: Anthropic) -> None:
+    call = {"type": "tool_use", "id": "toolu_1", "name": "get_time", "input": {}}
+
+    def count(**more: Any) -> int:
+        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no clock", **more}
+        messages: Any = [
+            *ASKED,
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+        return anthropic.messages.count_tokens(model="tiny", messages=messages).input_tokens
+
+    assert count(is_error=True) == count(is_error=False) + len("Error: ")
