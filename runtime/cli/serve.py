@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ def run_serve(model: str, options: Mapping[str, Any], assignments: Sequence[str]
     Args:
         model: Name or path.
         options: Settings of the server; without `served_names`, the model is served under its own.
-        assignments: Further settings, of the engine or the server, as `name=value`.
+        assignments: Further settings, of the engine or the server, as `name=value`; and `secret_file`, where the server's secret is
+            kept, by default `$PHLOEM_SECRET_FILE` or the user's own place.
         console: For the line that says where it serves.
 
     Raises:
@@ -32,19 +34,23 @@ def run_serve(model: str, options: Mapping[str, Any], assignments: Sequence[str]
         ModelError: The model can't be loaded.
     """
     try:
+        from phloem.runtime.server.secret import load_secret
         from phloem.runtime.server.serve import serve
-        from phloem.runtime.server.settings import ServerSettings
+        from phloem.runtime.server.settings import MIN_SECRET_BYTES, ServerSettings
     except ModuleNotFoundError as error:
         raise InvalidRequest(
             f"the server needs {error.name}: pip install 'phloem[server]'", field="serve"
         ) from error
     names = [field.name for field in dataclasses.fields(ServerSettings)]
     given = dict(_assignment(each) for each in assignments)
+    secret_file = given.pop("secret_file", os.environ.get("PHLOEM_SECRET_FILE"))
     of_server = {name: given.pop(name) for name in names if name in given}
     config = EngineConfig(sandbox_timeout_s=SANDBOX_TIMEOUT_S).replace(**given)
     chosen = {**options, **of_server}
     chosen["served_names"] = options["served_names"] or (served_name(model),)
-    settings = ServerSettings(**chosen)
+    # Checked before a secret is made, of which a wrong setting has no need.
+    settings = ServerSettings(**{"secret": bytes(MIN_SECRET_BYTES), **chosen})
+    settings = settings.replace(secret=load_secret(None if secret_file is None else Path(str(secret_file))))
 
     # Our own lines, and of other libraries what is wrong.
     logging.basicConfig(format="%(asctime)s %(message)s")

@@ -52,7 +52,7 @@ class ServerSettings:
     """Serve other machines without a key."""
 
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    """Makes the namespaces of keys and salts unguessable."""
+    """Makes the namespaces of keys and salts unguessable; see `phloem.runtime.server.secret`, which keeps one between runs."""
 
     max_requests: int = 256
     """Generations under way or waiting, over all requests; more are refused with 429."""

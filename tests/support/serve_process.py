@@ -14,6 +14,7 @@ def serving(path: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], 
     """A server in a process of its own, and its URL."""
     command = [sys.executable, "-m", "phloem.runtime.cli.main", "serve", str(path), "--port", "0", *options]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / ".src")}
+    env["XDG_STATE_HOME"] = str(path.parent)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
         try:
             assert process.stderr is not None
