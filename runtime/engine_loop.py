@@ -295,6 +295,7 @@ class EngineLoop:
         if stream.finish_reason is not None:
             self.scheduler.finish(stream.request)
             del self._streams[stream.request.id]
+            stream.close()
 
     def _extend(self, stream: OutputStream, result: RowResult) -> None:
         """Append what was sampled, and then what the grammar forces, which takes no step of its own (fast-forward)."""

@@ -34,6 +34,9 @@ class OutputStream:
         self._prompt_logprobs = list(scored)
         self._candidate_logprobs: tuple[float, ...] = ()
         self._stopped_by: str | int | None = None
+        self._last: Chunk | None = None
+        """The end, until the scheduler has ended the request: who has seen it may use the path at once."""
+
         self._submitted_s = time.perf_counter()
         self._first_token_s = math.nan
 
@@ -82,19 +85,24 @@ class OutputStream:
         logprobs = None if logprob is None or request.params.logprobs is None else [logprob]
         self._logprobs += logprobs or []
         if self.finish_reason is None:
-            self._emit(text, [token_id], logprobs)
+            self._sink.put(self._chunk(text, [token_id], logprobs))
         else:
-            self._end(text, [token_id], logprobs)
+            self._last = self._last_chunk(text, [token_id], logprobs)
+
+    def close(self) -> None:
+        """Hand out the end of an output that has ended with a token. Call it once the scheduler has ended the request."""
+        assert self._last is not None
+        self._sink.put(self._last)
 
     def complete(self) -> None:
         """End the output of a request that was to compute its path and sample nothing."""
         self.finish_reason = "length"
-        self._end("", [])
+        self._sink.put(self._last_chunk("", []))
 
     def abort(self) -> None:
         """End the output here, keeping what there is."""
         self.finish_reason = "abort"
-        self._end("", [])
+        self._sink.put(self._last_chunk("", []))
 
     def expire(self) -> None:
         """End with the error of a deadline that has passed; it carries what there is."""
@@ -127,25 +135,27 @@ class OutputStream:
         self._num_hidden -= len(delta) - len(shown)
         return shown
 
-    def _end(self, text: str, token_ids: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
+    def _last_chunk(
+        self, text: str, token_ids: list[int], logprobs: list[TokenLogprob] | None = None
+    ) -> Chunk:
         if self._stops.matched is None:
             text += self._stops.push(self._shown(self._detokenizer.flush()))
             if self._stops.matched is not None:
                 self.finish_reason, self._stopped_by = "stop", self._stops.matched
             else:
                 text += self._stops.flush()
-        self._emit(text, token_ids, logprobs, self._complete(text))
+        return self._chunk(text, token_ids, logprobs, self._complete(text))
 
-    def _emit(
+    def _chunk(
         self,
         text: str,
         token_ids: list[int],
         logprobs: list[TokenLogprob] | None,
         completion: Completion | None = None,
-    ) -> None:
+    ) -> Chunk:
         self._text.append(text)
         usage = self._usage() if completion is None else completion.usage
-        self._sink.put(Chunk(text, token_ids, logprobs, completion, usage))
+        return Chunk(text, token_ids, logprobs, completion, usage)
 
     def _usage(self) -> Usage:
         request = self.request

@@ -20,7 +20,7 @@ from phloem.runtime import (
     SamplingParams,
     StepFailed,
 )
-from phloem.runtime.generation import Generation
+from phloem.runtime.generation import Generation, Item, QueueSink
 
 S = SamplingParams
 ENDLESS = S(max_tokens=None, ignore_eos=True, temperature=0)
@@ -127,6 +127,25 @@ def test_a_child_that_fails_in_an_expansion_loses_no_block(
         expansion.add(branch, 2, SHORT)
         with pytest.raises(StepFailed):
             next(iter(expansion))
+
+
+def test_who_has_seen_the_end_of_a_generation_may_go_on_at_once(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    still_running = []
+    put = QueueSink.put
+
+    def watched(sink: QueueSink, item: Item) -> None:
+        if not isinstance(item, Exception) and item.completion is not None:
+            still_running.append(len(tiny_engine._core.loop.scheduler.running))
+        put(sink, item)
+
+    monkeypatch.setattr(QueueSink, "put", watched)
+    with tiny_engine.branch("abc") as branch:
+        for _ in range(3):
+            branch.generate(SHORT)
+        tiny_engine.generate("abc", SHORT)
+    assert still_running == [0] * 4
 
 
 def test_branches_of_another_engine_are_refused(tiny_engine: Engine, tiny_path: Path) -> None:
