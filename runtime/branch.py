@@ -283,19 +283,31 @@ class Branch:
         """
         if not self._core.call(self._is_committed).result():
             self.next_token_logprobs(top=1)
-        return self._pin(ttl, owner)
+        return self._pin(ttl, owner).result()
 
     async def apin(self, *, ttl: float = 60.0, owner: str = "branch") -> int:
         """Do as `pin`, for an event loop."""
         if not await asyncio.wrap_future(self._core.call(self._is_committed)):
             await self.anext_token_logprobs(top=1)
-        return await asyncio.to_thread(self._pin, ttl, owner)  # it waits for the step under way
+        return await asyncio.wrap_future(self._pin(ttl, owner))
 
     def unpin(self) -> None:
-        """End the lease that `pin` took; without one, do nothing."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            self._core.call(lease.release).result()
+        """End the lease that `pin` took, also after `release`; without one, do nothing."""
+        self._core.call(lambda: self._take_lease(None)).result()
+
+    async def aunpin(self) -> None:
+        """Do as `unpin`, for an event loop."""
+        await asyncio.wrap_future(self._core.call(lambda: self._take_lease(None)))
+
+    @staticmethod
+    async def apinned_s_of(branches: Sequence[Branch]) -> list[float]:
+        """Return how long the lease of each of several branches lasts if it is not used, in seconds; 0 without one, or after its end."""
+        if not branches:
+            return []
+        leases = [branch._lease for branch in branches]
+        return await asyncio.wrap_future(
+            branches[0]._core.call(lambda: [lease.expires_in_s if lease else 0.0 for lease in leases])
+        )
 
     @property
     def is_pinned(self) -> bool:
@@ -399,17 +411,26 @@ class Branch:
             child.max_new_tokens, child.appended, child.is_scored = 0, ids, True
         return children
 
-    def _pin(self, ttl: float, owner: str) -> int:
+    def _pin(self, ttl: float, owner: str) -> Future[int]:
         path = self._live_path()
-        try:
-            lease = self._core.call(lambda: self._core.paths.pin(path, ttl=ttl, owner=owner)).result()
-        except PinRefused as error:
-            raise CacheFull(str(error)) from error
-        except ValueError as error:
-            raise InvalidRequest(str(error), field="pin") from error
-        self.unpin()
-        self._lease = lease
-        return lease.num_tokens
+
+        def take() -> int:
+            try:
+                lease = self._core.paths.pin(path, ttl=ttl, owner=owner)
+            except PinRefused as error:
+                raise CacheFull(str(error)) from error
+            except ValueError as error:
+                raise InvalidRequest(str(error), field="pin") from error
+            self._take_lease(lease)
+            return lease.num_tokens
+
+        return self._core.call(take)
+
+    def _take_lease(self, lease: Lease | None) -> None:
+        """Put a lease in the place of the one there is, which ends. For the engine's thread, so that no `unpin` is overtaken by a `pin`."""
+        before, self._lease = self._lease, lease
+        if before is not None:
+            before.release()
 
     def _start_next(self, candidates: Sequence[int] | None, top: int, make_sink: Callable[[], Sink]) -> Child:
         candidate_ids = () if candidates is None else tuple(self._encode(candidates, "candidates"))

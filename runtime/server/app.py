@@ -21,6 +21,7 @@ from phloem.runtime.errors import PhloemError
 from phloem.runtime.server import (
     anthropic_messages,
     branches,
+    cache,
     health,
     metrics,
     openai_chat,
@@ -50,6 +51,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     openai_responses.router,
     branches.router,
     anthropic_messages.router,
+    cache.router,
     metrics.router,
 )
 

@@ -27,6 +27,7 @@ from phloem.runtime.server.chat_prompt import Prompter
 from phloem.runtime.server.connection import EventStream, while_connected
 from phloem.runtime.server.errors import ApiError, Failure, not_found
 from phloem.runtime.server.gate import Gate, Ticket
+from phloem.runtime.server.pin_store import PinStore
 from phloem.runtime.server.responses_store import ResponseStore
 from phloem.runtime.server.settings import ServerSettings
 from phloem.runtime.server.token_texts import TokenTexts
@@ -149,6 +150,7 @@ class Service:
             idle_s=settings.branch_idle_s,
             retry_after_s=settings.retry_after_s,
         )
+        self.pins = PinStore(settings.max_pinned_tokens_per_key, retry_after_s=settings.retry_after_s)
         self.prompter = Prompter(engine, self.answers, max_messages=settings.max_messages)
         self.prompt_leases = PromptLeases(engine)
         self.fingerprints = FingerprintStore()

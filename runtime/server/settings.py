@@ -16,6 +16,7 @@ MIN_SECRET_BYTES = 16
 _WHOLE = (
     "max_requests", "retry_after_s", "max_body_bytes", "max_depth", "max_messages", "max_n", "max_logprobs", "max_grammar_bytes",
     "answer_memory_bytes", "stored_responses_bytes", "max_branches", "max_branches_per_key",
+    "max_pinned_tokens_per_key",
 )  # fmt: skip
 _SECONDS = (
     "request_timeout_s",
@@ -103,6 +104,12 @@ class ServerSettings:
 
     max_branches_per_key: int = 1024
     """And for one key."""
+
+    max_pinned_tokens_per_key: int = 32_768
+    """Tokens that the pins of one key may keep from eviction."""
+
+    max_pin_ttl_s: float = 3600.0
+    """How long after its last use a pin may live."""
 
     def __post_init__(self) -> None:
         _require(bool(self.served_names), "served_names needs at least one name", "served_names")
