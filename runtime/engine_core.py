@@ -201,7 +201,7 @@ class EngineCore:
             params=params,
             seed=self.seed_of(params),
             max_len=limit if params.max_tokens is None else min(limit, len(path.tokens) + params.max_tokens),
-            logits_from=None if params.prompt_logprobs is None else 0,
+            logits_from=None if params.prompt_logprobs is None else params.prompt_logprobs_from,
             constraint=self.constraint(params),
             keeps_path=keeps_path,
             deadline_s=deadline(timeout_s),

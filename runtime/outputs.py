@@ -64,7 +64,7 @@ class Completion:
     """Of `token_ids`; None when they were not asked for."""
 
     prompt_logprobs: list[TokenLogprob] | None = None
-    """Of the prompt's tokens from the second on (nothing comes before the first); None when they were not asked for."""
+    """Of the prompt's tokens after the first, or after `prompt_logprobs_from`; None when they were not asked for."""
 
     fits_grammar: bool | None = None
     """Whether the text is complete under its grammar; False where something cut it off. None without a grammar."""

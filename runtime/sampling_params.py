@@ -68,7 +68,10 @@ class SamplingParams:
     """Report the log-probability of each generated token, and of so many likeliest alternatives. None: do not."""
 
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, which are all computed for it: nothing of the prompt counts as cached."""
+    """The same for the prompt's tokens after `prompt_logprobs_from`, which are computed for it: they do not count as cached."""
+
+    prompt_logprobs_from: int = 0
+    """Position of the prompt's token after which `prompt_logprobs` begin; what is before it may come from the cache."""
 
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt and output (Keskar et al., 2019)."""
@@ -109,6 +112,7 @@ class SamplingParams:
     def _check_counts(self) -> None:
         _whole("min_tokens", self.min_tokens, at_least=0)
         _whole("n", self.n, at_least=1, at_most=MAX_N)
+        _whole("prompt_logprobs_from", self.prompt_logprobs_from, at_least=0)
         for name, least, most in (
             ("max_tokens", 0, None),
             ("top_k", 1, None),

@@ -127,6 +127,20 @@ def test_b32_prompt_logprobs_are_the_same_warm_and_cold_and_flush_nothing(
     assert warm.logprobs[0].top[0][0] == warm.token_ids[0]
 
 
+def test_prompt_logprobs_from_a_position_let_what_is_before_it_come_from_the_cache(
+    tiny_engine: Engine,
+) -> None:
+    whole = alone(tiny_engine, ids(40), SamplingParams(max_tokens=0, prompt_logprobs=1)).prompt_logprobs
+    for start in (0, 1, 15, 16, 17, 38, 39, 40, 5000):
+        for max_tokens in (0, 2):
+            params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=1, prompt_logprobs_from=start)
+            done = alone(tiny_engine, ids(40), params)
+            assert done.prompt_logprobs == whole[start:], start
+            assert done.usage.cached_tokens == min(start, 39), start
+    with pytest.raises(InvalidRequest, match="prompt_logprobs_from"):
+        SamplingParams(prompt_logprobs_from=-1)
+
+
 def test_streamed_chunks_carry_logprobs(tiny_engine: Engine) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
     chunks = list(tiny_engine.stream(ids(10), params))

@@ -19,6 +19,7 @@ _OPTIONS = frozenset(field.name for field in fields(SamplingParams)) - {
     "grammar",
     "heal",
     "prompt_logprobs",
+    "prompt_logprobs_from",
 }
 
 
