@@ -39,7 +39,10 @@ def encode(prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int, name: str =
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequest(f"{name} is empty; it needs at least one token", field=name)
-        ids: Sequence[int] = tokenizer.encode(prompt)
+        try:
+            ids: Sequence[int] = tokenizer.encode(prompt)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name}: {error}", field=name) from None
     elif isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
         ids = tokenizer.encode_chat(cast("Sequence[Message]", prompt))
     else:

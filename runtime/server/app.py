@@ -28,6 +28,9 @@ from phloem.runtime.server import (
     openai_completions,
     openai_models,
     openai_responses,
+    sglang_control,
+    sglang_generate,
+    sglang_info,
 )
 from phloem.runtime.server.anthropic_errors import anthropic_error
 from phloem.runtime.server.errors import (
@@ -52,6 +55,9 @@ ROUTERS: tuple[APIRouter, ...] = (
     branches.router,
     anthropic_messages.router,
     cache.router,
+    sglang_generate.router,
+    sglang_info.router,
+    sglang_control.router,
     metrics.router,
 )
 

@@ -27,13 +27,13 @@ class Tenant:
 
     is_admin: bool = False
 
-    def namespace(self, salt: str | None = None) -> Namespace:
-        """Return where the tenant's KV is kept, apart for each salt.
+    def namespace(self, salt: str | None = None, *, field: str = "cache_salt") -> Namespace:
+        """Return where the tenant's KV is kept, apart for each salt; `field` is what errors call the salt.
 
         Raises:
             InvalidRequest: The salt is empty or longer than 256 bytes.
         """
-        return Namespace(salt=self.digest("salt", "" if salt is None else _checked(salt)))
+        return Namespace(salt=self.digest("salt", "" if salt is None else _checked(salt, field)))
 
     def digest(self, kind: str, text: str) -> str:
         """Return a name for something of the tenant's that nobody else can have or make. 64 hexadecimal digits."""
@@ -87,12 +87,12 @@ def key_in(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
     return values.get(b"x-api-key") or None
 
 
-def _checked(salt: str) -> str:
+def _checked(salt: str, field: str) -> str:
     num_bytes = len(salt.encode("utf-8", "surrogatepass"))
     if not 1 <= num_bytes <= MAX_SALT_BYTES:
         raise InvalidRequest(
-            f"cache_salt has {num_bytes} bytes; it may have 1 to {MAX_SALT_BYTES}: leave it out, or pass a digest",
-            field="cache_salt",
+            f"{field} has {num_bytes} bytes; it may have 1 to {MAX_SALT_BYTES}: leave it out, or pass a digest",
+            field=field,
         )
     # So that no salt is the empty one, which is that of requests without a salt.
     return f"={salt}"

@@ -133,7 +133,7 @@ def _of_validation(faults: Sequence[Mapping[str, Any]]) -> Failure:
     return Failure(400, "invalid_request", "; ".join(texts), _place(faults[0]) if faults else None)
 
 
-_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "none"})
+_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "none", "constrained-int"})
 
 
 def _place(fault: Mapping[str, Any]) -> str:

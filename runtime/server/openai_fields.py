@@ -93,8 +93,8 @@ class SamplingFields(BaseModel):
             "stop_token_ids": self.stop_token_ids,
             # vLLM's way to say "all" is -1 or 0.
             "top_k": self.top_k if self.top_k is not None and self.top_k > 0 else None,
-            "seed": _seed(self.seed),
-            "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
+            "seed": seed_of(self.seed, "seed"),
+            "logit_bias": None if self.logit_bias is None else bias_of(self.logit_bias),
         }
         return SamplingParams(
             n=n,
@@ -226,14 +226,23 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(16)
 
 
-def _seed(seed: int | None) -> int | None:
-    """Clients may send a negative seed; the same one is then another number, always the same."""
+def seed_of(seed: int | None, field: str) -> int | None:
+    """Return the engine's seed. Clients may send a negative one; the same one is then another number, always the same.
+
+    Raises:
+        InvalidRequest: It has more than 64 bits.
+    """
     if seed is not None and not -MAX_SEED - 1 <= seed <= MAX_SEED:
-        raise InvalidRequest(f"seed must be a whole number of 64 bits, not {seed}", field="seed")
+        raise InvalidRequest(f"{field} must be a whole number of 64 bits, not {seed}", field=field)
     return None if seed is None else seed & MAX_SEED
 
 
-def _bias(bias: Mapping[str, float]) -> dict[int, float]:
+def bias_of(bias: Mapping[str, float]) -> dict[int, float]:
+    """Return a bias whose keys are numbers; in JSON they are strings.
+
+    Raises:
+        InvalidRequest: A key is no token id.
+    """
     for token_id in bias:
         if not (token_id.isascii() and token_id.isdigit() and len(token_id) < 10):
             raise InvalidRequest(

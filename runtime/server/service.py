@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -54,9 +54,11 @@ class Run:
         *,
         open_runs: set[Run],
         count: Callable[[int, Completion], None],
+        names: Mapping[str, Sequence[int]],
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._generations = generations
+        self._names = names
         self._ticket = ticket
         self._open_runs = open_runs
         self._count = count
@@ -124,6 +126,11 @@ class Run:
         for generation in self._generations:
             generation.abort()
 
+    def abort_named(self, name: str) -> None:
+        """End those of its generations that were started under this name."""
+        for index in self._names.get(name, ()):
+            self._generations[index].abort()
+
     def close(self) -> None:
         """Abort what has not ended, and make room for other requests. A second call does nothing."""
         self.abort()
@@ -178,20 +185,33 @@ class Service:
             )
 
     async def start(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, namespace: Namespace
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        namespace: Namespace,
+        *,
+        names: Mapping[str, Sequence[int]] | None = None,
     ) -> Run:
         """Start `params.n` generations on each prompt, given as token ids.
+
+        Args:
+            prompts: At least one.
+            params: For all, or one per prompt, all with the same `n`.
+            namespace: Where their KV is kept.
+            names: By what names `abort_named` finds them: indices of generations, `n` for each prompt.
 
         Raises:
             ApiError: There is no room for them.
             InvalidRequest: A prompt or a parameter is wrong; nothing has been started then.
         """
+        n = params.n if isinstance(params, SamplingParams) else params[0].n
         return await self._begin(
             lambda: self.engine.asubmit(
                 list(prompts), params, namespace=namespace, timeout_s=self.settings.request_timeout_s
             ),
-            len(prompts) * params.n,
-            per_prompt=params.n,
+            len(prompts) * n,
+            per_prompt=n,
+            names=names,
         )
 
     async def start_on(self, branch: Branch, params: SamplingParams, on_close: Callable[[], None]) -> Run:
@@ -217,6 +237,7 @@ class Service:
         count: int,
         *,
         per_prompt: int = 1,
+        names: Mapping[str, Sequence[int]] | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> Run:
         ticket = self.gate.admit(count)
@@ -229,7 +250,14 @@ class Service:
         def count_end(index: int, completion: Completion) -> None:
             self.totals.count(completion, is_first=index % per_prompt == 0)
 
-        return Run(generations, ticket, open_runs=self._runs, count=count_end, on_close=on_close)
+        return Run(
+            generations,
+            ticket,
+            open_runs=self._runs,
+            count=count_end,
+            names=names or {},
+            on_close=on_close,
+        )
 
     async def work(
         self, request: Request, count: int, work: Callable[[], Coroutine[Any, Any, Value]]
@@ -259,6 +287,11 @@ class Service:
         """End all generations; what there is of them is still answered."""
         for run in list(self._runs):
             run.abort()
+
+    def abort_named(self, name: str) -> None:
+        """End the generations that were started under a name. O(open runs)."""
+        for run in list(self._runs):
+            run.abort_named(name)
 
 
 async def _pump(
