@@ -27,6 +27,14 @@ VALID: dict[str, dict[str, Any]] = {
         "tools": [{"type": "function", "function": TOOL}], "tool_choice": "auto", "stream_options": {"include_usage": True},
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
     },
+    "/generate": {
+        "text": ["ab", "c"], "rid": ["x", "y"], "stream": False, "return_logprob": [True, None], "logprob_start_len": 0, "top_logprobs_num": [1, 2],
+        "return_text_in_logprobs": True, "extra_key": "s",
+        "sampling_params": {
+            "max_new_tokens": 2, "min_new_tokens": 1, "n": 1, "stop": ["x"], "stop_token_ids": [3], "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1,
+            "frequency_penalty": 0.1, "ignore_eos": True, "regex": "[a-z]+", "logit_bias": {"5": 1.0}, "sampling_seed": 1, "skip_special_tokens": True,
+        },
+    },
     "/v1/responses": {
         "model": "tiny", "max_output_tokens": 2, "instructions": "i", "metadata": {"k": "v"}, "store": True, "stream": False,
         "input": [
