@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from phloem.runtime.cli.options import JsonOption, ModelOption, PlotOption
+from phloem.runtime.cli.options import (
+    ApiKeyOption,
+    JsonOption,
+    ModelOption,
+    PlainOption,
+    PlotOption,
+    ProfileOption,
+    RoundsOption,
+    UrlOption,
+)
 
 # As in `main`, nothing here imports torch.
 bench_app = typer.Typer(
@@ -103,3 +113,111 @@ def bench_replay(
     from phloem.runtime.cli.bench_replay import run_bench_replay
 
     run_bench_replay(log, prompts, model, Console(), block_size=block_size, json_path=json_path)
+
+
+@bench_app.command("chat")
+def bench_chat(
+    model: ModelOption = "smollm2-135m",
+    rounds: RoundsOption = 5,
+    url: UrlOption = None,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+    profile_path: ProfileOption = None,
+) -> None:
+    """Growing conversations, several at once: output tokens per second, and what was cached beside what an exact tree would."""
+    _bench_workload("chat", model, rounds, url, (json_path, plot_path, profile_path))
+
+
+@bench_app.command("fewshot")
+def bench_fewshot(
+    model: ModelOption = "smollm2-135m",
+    rounds: RoundsOption = 5,
+    url: UrlOption = None,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+    profile_path: ProfileOption = None,
+) -> None:
+    """Many questions behind the same examples, measured like `chat`."""
+    _bench_workload("fewshot", model, rounds, url, (json_path, plot_path, profile_path))
+
+
+@bench_app.command("tree")
+def bench_tree(
+    model: ModelOption = "smollm2-135m",
+    rounds: RoundsOption = 5,
+    url: UrlOption = None,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+    profile_path: ProfileOption = None,
+) -> None:
+    """Trees of thoughts on the Game of 24, measured like `chat`."""
+    _bench_workload("tree", model, rounds, url, (json_path, plot_path, profile_path))
+
+
+@bench_app.command("bestof")
+def bench_bestof(
+    model: ModelOption = "smollm2-135m",
+    rounds: RoundsOption = 5,
+    url: UrlOption = None,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+    profile_path: ProfileOption = None,
+) -> None:
+    """Many samples of one prompt, measured like `chat`."""
+    _bench_workload("bestof", model, rounds, url, (json_path, plot_path, profile_path))
+
+
+def _bench_workload(
+    name: str,
+    model: str,
+    rounds: int,
+    urls: list[str] | None,
+    paths: tuple[Path | None, Path | None, Path | None],
+) -> None:
+    from phloem.runtime.cli.bench_common import Outputs
+    from phloem.runtime.cli.bench_workloads import WORKLOADS, Servers, run_bench_workloads
+
+    run_bench_workloads(
+        [WORKLOADS[name]], model, Console(), Outputs(*paths), rounds=rounds, servers=Servers(urls or ())
+    )
+
+
+class WorkloadName(str, Enum):
+    """A workload, on the command line."""
+
+    CHAT = "chat"
+    FEWSHOT = "fewshot"
+    TREE = "tree"
+    BESTOF = "bestof"
+
+
+@bench_app.command("serve")
+def bench_serve(
+    url: UrlOption = None,
+    workload: Annotated[
+        list[WorkloadName] | None, typer.Option(help="What to run; can be repeated. Default: all.")
+    ] = None,
+    model: ModelOption = "smollm2-135m",
+    api_key: ApiKeyOption = None,
+    plain: PlainOption = False,
+    rounds: RoundsOption = 5,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """The same workloads on any servers of OpenAI's protocol, phloem's or others', over streams and in turns.
+
+    MODEL is what they serve: its tokenizer makes the prompts, its shape the limits.
+    """
+    from phloem.runtime.cli.bench_common import Outputs
+    from phloem.runtime.cli.bench_workloads import WORKLOADS, Servers, run_bench_workloads
+
+    names = [each.value for each in workload or WorkloadName]
+    run_bench_workloads(
+        [WORKLOADS[name] for name in names],
+        model,
+        Console(),
+        Outputs(json_path, plot_path),
+        rounds=rounds,
+        servers=Servers(url or (), api_key, plain),
+        in_process=False,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from phloem.runtime import Engine, SamplingParams
 from phloem.runtime.cli.bench_common import verdict, write_json
+from phloem.runtime.cli.workloads.tally import num_distinct
 from phloem.runtime.frontend.program import Run, State, program
 from phloem.runtime.frontend.search import Node, Sample, SearchTree, breadth_first
 
@@ -60,16 +61,6 @@ def run_bench_programs(model: str, console: Console, *, json_path: Path | None) 
         result = _measure(engine, cold, lambda: progress.advance(task))
     console.print(_table(result))
     write_json(json_path, asdict(result))
-
-
-def num_distinct(paths: Iterable[Sequence[int]]) -> int:
-    """Return the size of the tree that token paths make, in tokens."""
-    places: dict[tuple[int, int], int] = {}
-    for path in paths:
-        place = 0
-        for token in path:
-            place = places.setdefault((place, token), len(places) + 1)
-    return len(places)
 
 
 def _measure(engine: Engine, cold: Engine, advance: Callable[[], None]) -> ProgramsResult:

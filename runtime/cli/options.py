@@ -46,3 +46,18 @@ ProfileOption = Annotated[
         callback=_in_a_folder,
     ),
 ]
+RoundsOption = Annotated[int, typer.Option(help="Rounds; the medians are shown.", min=1)]
+UrlOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--url",
+        help="A server of OpenAI's protocol that takes part, in turns: `http://host:port`; can be repeated. `NAME=` in front names it, "
+        "`#MODEL` behind says which of its models.",
+    ),
+]
+ApiKeyOption = Annotated[
+    str | None, typer.Option("--api-key", help="For servers that want one.", envvar="OPENAI_API_KEY")
+]
+PlainOption = Annotated[
+    bool, typer.Option("--plain", help="Send servers text and OpenAI's own fields only: no token ids.")
+]
