@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 
 from phloem.kernels.attention import AttentionSpec
+from phloem.kernels.cpu_linear import TileLinear, tile_linear
 from phloem.kernels.cpu_native import NativeBackend, why_unsupported
 from phloem.kernels.cpu_ops import native_ops
 from phloem.kernels.cpu_torch import TorchBackend
@@ -79,3 +80,13 @@ def make_cpu_ops(environ: Mapping[str, str] = os.environ) -> FusedOps:
         if choice == "native":
             raise
         return torch_ops()
+
+
+def make_cpu_linear(environ: Mapping[str, str] = os.environ) -> TileLinear | None:
+    """Make the compiled linear layers, or None where there is no compiler, no AMX, or PHLOEM_CPU_KERNEL is "torch"."""
+    if environ.get(CHOICE_VARIABLE, "") == "torch":
+        return None
+    try:
+        return tile_linear(load_library(environ))
+    except BuildError:
+        return None

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import torch
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.cpp", "cpu_ops.cpp"))
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("cpu_attention.cpp", "cpu_ops.cpp", "cpu_linear.cpp")
+)
 HEADER = Path(__file__).with_name("cpu_vectors.h")
 _COMPILERS = ("g++", "clang++", "c++")
 # no -ffast-math and no contraction: the order and the fusing of operations are what the source says

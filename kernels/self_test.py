@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from phloem.kernels.attention import AttentionSpec
-from phloem.kernels.cpu import make_cpu_backend, make_cpu_ops
+from phloem.kernels.cpu import make_cpu_backend, make_cpu_linear, make_cpu_ops
+from phloem.kernels.cpu_linear import TileLinear
 from phloem.kernels.cpu_torch import TorchBackend
 from phloem.kernels.fused_ops import FusedOps
 from phloem.kernels.kv_store import PagedKVStore
@@ -74,7 +75,8 @@ def row_invariance_report(
         environ: Passed to `make_cpu_backend`.
     """
     generator = torch.Generator().manual_seed(0)
-    checks = [_check_linear(shape, dtype, generator) for shape in _LINEAR_SHAPES]
+    tiles = make_cpu_linear(environ)
+    checks = [_check_linear(shape, dtype, generator, tiles) for shape in _LINEAR_SHAPES]
     ops = make_cpu_ops(environ)
     for width in _WIDTHS:
         weight = torch.randn(width, generator=generator).to(dtype)
@@ -104,12 +106,15 @@ def _in_pieces(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, cut
     return torch.cat([run(x[begin : begin + cut]) for begin in range(0, x.shape[0], cut)])
 
 
-def _check_linear(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> InvarianceCheck:
-    linear = PackedLinear(torch.randn(shape, generator=generator).to(dtype), ladder=RowLadder())
+def _check_linear(
+    shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, tiles: TileLinear | None
+) -> InvarianceCheck:
+    weight = torch.randn(shape, generator=generator).to(dtype)
+    linear = PackedLinear(weight, ladder=RowLadder(), tiles=tiles)
     x = torch.randn((_NUM_ROWS, shape[1]), generator=generator).to(dtype)
-    detail = (
-        "repacked weights" if linear.is_packed else "F.linear: this torch or machine has no repacked product"
-    )
+    detail = "F.linear: this torch or machine has no repacked product"
+    if linear.is_packed:
+        detail = "compiled kernel on AMX tiles" if linear.is_tiled else "repacked weights"
     return _check(f"linear {shape[1]} to {shape[0]}", linear, x, detail)
 
 

@@ -120,7 +120,10 @@ def exactness_facts(environ: Mapping[str, str]) -> list[Fact]:
         report = row_invariance_report(dtype, environ=environ)
         name = str(dtype).removeprefix("torch.")
         if report.holds:
-            facts.append(Fact("Exactness", name, f"holds in {len(report.checks)} checks"))
+            linear = next(check.detail for check in report.checks if check.name.startswith("linear"))
+            facts.append(
+                Fact("Exactness", name, f"holds in {len(report.checks)} checks; linear layers: {linear}")
+            )
             continue
         failed = "; ".join(f"{check.name}: {check.detail}" for check in report.failures)
         advice = "answers from a warm cache may differ from cold ones in rare ties; use the other dtype if it holds there"

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from phloem.kernels.attention import AttentionBackend
-from phloem.kernels.cpu import make_cpu_ops
+from phloem.kernels.cpu import make_cpu_linear, make_cpu_ops
+from phloem.kernels.cpu_linear import TileLinear
 from phloem.kernels.fused_ops import FusedOps, torch_ops
 from phloem.kernels.linear import PackedLinear, RowLadder
 from phloem.kernels.rope import RotaryEmbedding
@@ -69,7 +70,8 @@ class Decoder:
         self.dtype = dtype
         self.device = torch.device(device)
         self._ops = ops or (make_cpu_ops() if self.device.type == "cpu" else torch_ops())
-        builder = _Builder(checkpoint, dtype, self.device, deterministic)
+        tiles = make_cpu_linear() if self.device.type == "cpu" else None
+        builder = _Builder(checkpoint, dtype, self.device, deterministic, tiles)
         self._embedding = builder.read("model.embed_tokens.weight")
         self._layers = [builder.layer(index, config) for index in range(config.num_layers)]
         self._norm = builder.read("model.norm.weight")
@@ -109,7 +111,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states `[num_rows, hidden_size]`: float32 `[num_rows, vocab_size]`."""
-        return self._head(hidden).float()
+        return self._head.in_float32(hidden)
 
     def _attend(
         self,
@@ -143,6 +145,7 @@ class _Builder:
     dtype: torch.dtype
     device: torch.device
     deterministic: bool
+    tiles: TileLinear | None
     ladder: RowLadder = field(default_factory=RowLadder)
 
     def layer(self, index: int, config: ModelConfig) -> _Layer:
@@ -166,7 +169,9 @@ class _Builder:
         """One linear layer out of several that read the same input, stacked by output."""
         weight = torch.cat([self.read(f"{name}.weight") for name in names])
         bias = torch.cat([self.read(f"{name}.bias") for name in names]) if has_bias else None
-        return PackedLinear(weight, bias, ladder=self.ladder, deterministic=self.deterministic)
+        return PackedLinear(
+            weight, bias, ladder=self.ladder, deterministic=self.deterministic, tiles=self.tiles
+        )
 
     def read(self, name: str) -> torch.Tensor:
         return self.checkpoint.tensor(name, self.dtype).to(self.device)

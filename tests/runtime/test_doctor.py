@@ -40,6 +40,7 @@ def test_it_tells_what_there_is_and_what_an_engine_would_use(tiny_path: Path, tm
     reason = why_unavailable()
     assert values(found, "GPU")["can be used"] == ("yes" if reason is None else f"no: {reason}")
     assert values(found, "Exactness").keys() == {"bfloat16", "float32"}
+    assert all("linear layers: " in value for value in values(found, "Exactness").values())
     engine = values(found, f"Engine: {tiny_path}")
     placement = place(EngineConfig(), read_model_config(tiny_path))
     assert engine["attention"] == placement.backend

@@ -1,0 +1,130 @@
+"""The compiled product on tiles: right, and a row has the same bits in any company, at any place, on any thread."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phloem.kernels.cpu import make_cpu_linear
+from phloem.kernels.cpu_linear import TileLinear, pack
+from phloem.kernels.linear import PackedLinear, has_amx
+
+ROWS = [1, 3, 15, 16, 17, 31, 33, 64, 65, 200, 513]
+SHAPES = [(576, 576), (576, 1536), (960, 96), (33, 64), (100, 1536), (1, 32), (17, 32)]
+PANEL_SHAPE = (40, 13_824)
+"""So wide that 32 rows are a panel: the number of panels and of rows in the last one varies with ROWS."""
+
+
+@pytest.fixture
+def tiles() -> TileLinear:
+    found = make_cpu_linear({**os.environ, "PHLOEM_CPU_KERNEL": ""})
+    if found is None:
+        pytest.skip("no AMX, or no compiler that knows it")
+    return found
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def draw(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_a_machine_with_amx_has_the_product() -> None:
+    if not has_amx():
+        pytest.skip("no AMX")
+    assert make_cpu_linear({**os.environ, "PHLOEM_CPU_KERNEL": ""}) is not None
+
+
+def test_the_environment_switches_it_off() -> None:
+    assert make_cpu_linear({**os.environ, "PHLOEM_CPU_KERNEL": "torch"}) is None
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, PANEL_SHAPE])
+def test_result_is_that_of_a_linear_layer(tiles: TileLinear, shape: tuple[int, int], has_bias: bool) -> None:
+    weight, bias = draw(*shape), draw(shape[0], seed=2) * 8 if has_bias else None
+    linear = PackedLinear(weight, bias, tiles=tiles)
+    assert linear.is_tiled
+    for num_rows in ROWS:
+        x = draw(num_rows, shape[1], seed=num_rows)
+        wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        exact, rounded = linear.in_float32(x), linear(x)
+        assert exact.dtype == torch.float32
+        assert float((exact - wanted).norm() / wanted.norm()) < 1e-6
+        assert torch.equal(rounded, exact.bfloat16())
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("shape", [*SHAPES, PANEL_SHAPE])
+def test_company_place_and_threads_change_no_bit(tiles: TileLinear, shape: tuple[int, int]) -> None:
+    linear = PackedLinear(draw(*shape), draw(shape[0], seed=2), tiles=tiles)
+    x = draw(600, shape[1], seed=3)
+    torch.set_num_threads(1)
+    whole = linear.in_float32(x)
+    order = torch.randperm(600, generator=torch.Generator().manual_seed(4))
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(linear.in_float32(x[order]), whole[order])
+        for num_rows in ROWS:
+            assert torch.equal(linear.in_float32(x[7 : 7 + num_rows]), whole[7 : 7 + num_rows])
+
+
+def test_a_row_of_no_number_leaves_the_others_alone(tiles: TileLinear) -> None:
+    linear, x = PackedLinear(draw(64, 64), tiles=tiles), draw(40, 64)
+    whole = linear(x)
+    x[5], x[30] = torch.nan, torch.inf
+    kept = [row for row in range(40) if row not in (5, 30)]
+    out = linear(x)
+    assert torch.equal(out[kept], whole[kept])
+    assert out[5].isnan().all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 20, 50])
+def test_rows_are_read_where_they_lie(tiles: TileLinear, num_rows: int) -> None:
+    linear, wide = PackedLinear(draw(48, 64), tiles=tiles), draw(num_rows, 300)
+    for x in (wide[:, 100:164], wide[:, ::2][:, :64], wide[:1, :64].expand(num_rows, 64)):
+        assert torch.equal(linear(x), linear(x.contiguous()))
+
+
+def test_no_rows_give_no_rows(tiles: TileLinear) -> None:
+    linear = PackedLinear(draw(48, 64), tiles=tiles)
+    assert linear(draw(0, 64)).shape == linear.in_float32(draw(0, 64)).shape == (0, 48)
+
+
+def test_calls_between_those_of_other_libraries(tiles: TileLinear) -> None:
+    """Both set the processor's tile registers, and neither may rely on finding its own setting."""
+    weight, x = draw(576, 576), draw(40, 576)
+    ours, theirs = PackedLinear(weight, tiles=tiles), PackedLinear(weight)
+    alone = ours(x), theirs(x)
+    for _ in range(5):
+        assert torch.equal(ours(x), alone[0])
+        assert torch.equal(theirs(x), alone[1])
+
+
+def test_what_it_has_no_code_for_runs_as_before(tiles: TileLinear) -> None:
+    for weight in (draw(16, 40), draw(16, 64).float(), draw(16, 64).half()):
+        linear = PackedLinear(weight, tiles=tiles)
+        assert not linear.is_tiled
+        x = torch.ones(3, weight.shape[1], dtype=weight.dtype)
+        assert torch.equal(linear.in_float32(x), linear(x).float())
+
+
+@pytest.mark.parametrize("x", [torch.zeros(2, 64), draw(2, 96), draw(64)], ids=["type", "width", "shape"])
+def test_an_input_that_does_not_fit_is_refused(tiles: TileLinear, x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"it must be bfloat16 \[num_rows, 64\]"):
+        PackedLinear(draw(16, 64), tiles=tiles)(x)
+
+
+def test_a_packed_weight_is_stripes_of_steps_of_two_tiles() -> None:
+    weight = torch.arange(40 * 64).view(40, 64)
+    packed = pack(weight)
+    assert packed.shape == (2, 2, 2, 16, 16, 2)
+    assert packed[0, 1, 1, 3, 5, 1] == weight[16 + 5, 32 + 2 * 3 + 1]
+    assert packed[1].flatten(0, 1)[1].sum() == 0, "outputs 48 to 63 are padding"
