@@ -30,6 +30,18 @@ def with_known(explanation: Explanation, known_tokens: int, *, limit: int) -> Ex
     return dataclasses.replace(explanation, cached_tokens=cached, misses=last + misses)
 
 
+def of_first(explanation: Explanation, num_tokens: int) -> Explanation:
+    """Return the part of an explanation that is about the first tokens."""
+    if num_tokens >= explanation.num_tokens:
+        return explanation
+    misses = tuple(
+        dataclasses.replace(miss, end=min(miss.end, num_tokens))
+        for miss in explanation.misses
+        if miss.start < num_tokens
+    )
+    return Explanation(num_tokens, min(explanation.cached_tokens, num_tokens), misses)
+
+
 def describe(explanation: Explanation, decode: Callable[[Sequence[int]], str]) -> str:
     """Return the explanation as text, a line each for what is cached and for every miss.
 

@@ -22,7 +22,7 @@ from phloem.radix import (
     RadixCache,
 )
 from phloem.runtime.batch import RowCopy
-from phloem.runtime.explain import with_known
+from phloem.runtime.explain import of_first, with_known
 from phloem.runtime.path import Path, SharedTail, Sighting
 from phloem.runtime.tail_store import Place, Tail, TailStore
 
@@ -68,18 +68,20 @@ class PathCache:
             return 0
         return min(self._seen(path).num_tokens, reusable - reusable % self.block_size)
 
-    def explain(self, path: Path, *, reusable: int) -> Explanation:
+    def explain(self, path: Path, *, reusable: int, num_tokens: int | None = None) -> Explanation:
         """Tell how much of a path needs no computing, and why the rest does. Changes nothing.
 
         Args:
             path: What it holds itself counts as cached.
             reusable: How many of its first tokens may come from the cache.
+            num_tokens: How many of its first tokens to tell of. None: all.
         """
-        num_tokens = len(path.tokens)
+        num_tokens = len(path.tokens) if num_tokens is None else num_tokens
         if not self.prefix_cache:
             return Explanation(num_tokens, 0, (Miss(0, num_tokens, MissReason.BYPASSED),))
         found = self.cache.explain(path.namespace, path.tokens, limit=reusable)
-        return with_known(found, max(path.num_computed, self._reach(path)), limit=reusable)
+        known = with_known(found, max(path.num_computed, self._reach(path)), limit=reusable)
+        return of_first(known, num_tokens)
 
     def pin(self, path: Path, *, ttl: float, owner: str) -> Lease:
         """Keep the whole blocks of a path from eviction for a time.

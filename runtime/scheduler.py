@@ -237,7 +237,10 @@ class Scheduler:
     def _admit(self, request: Request, batch: Batch) -> bool:
         """Lock the request's cached prefix and allocate the rest. False: it can't run now, or was refused for good."""
         if request.explanation is None:
-            request.explanation = self.paths.explain(request.path, reusable=request.reusable)
+            # Tokens that a grammar forces at the very beginning are in the path by now, and no part of the prompt.
+            request.explanation = self.paths.explain(
+                request.path, reusable=request.reusable, num_tokens=request.num_prompt_tokens
+            )
         try:
             copies = self._make_room(request)
         except OutOfBlocks as error:
@@ -254,7 +257,7 @@ class Scheduler:
         request.phase = Phase.RUNNING
         _insert_by_arrival(self.running, request)
         if request.cached_tokens is None:
-            request.cached_tokens = request.path.num_computed
+            request.cached_tokens = min(request.path.num_computed, request.num_prompt_tokens)
         return True
 
     def _make_room(self, request: Request) -> list[RowCopy]:

@@ -120,6 +120,20 @@ def test_the_next_turn_finds_forced_tokens_in_the_cache(tiny_engine: Engine) -> 
         assert again.usage.prompt_tokens == len(branch) - 1
 
 
+def test_what_a_grammar_forces_at_once_is_no_part_of_the_prompt(tiny_engine: Engine) -> None:
+    grammar = Grammar.lark('start: "exactly like this: " /[ab]/')
+    for n in (1, 2):
+        for _ in range(2):
+            *_, done = tiny_engine.generate(TEXT, SamplingParams(grammar=grammar, seed=1, n=n))
+            usage, explanation = done.usage, done.explanation
+            assert usage.prompt_tokens == len(TEXT) + 1
+            assert usage.cached_tokens <= usage.prompt_tokens
+            assert explanation is not None
+            assert explanation.num_tokens == usage.prompt_tokens
+            assert all(miss.start < miss.end <= usage.prompt_tokens for miss in explanation.misses)
+        assert usage.cached_tokens == usage.prompt_tokens
+
+
 def test_children_of_a_branch_each_follow_the_grammar(tiny_engine: Engine) -> None:
     with tiny_engine.branch(TEXT) as root:
         kids = root.expand(8, SamplingParams(grammar=Grammar.regex("[a-z]{4}"), max_tokens=10, seed=2))
