@@ -46,6 +46,8 @@ class MessageAnswer:
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
+            "stop_details": None,
+            "container": None,
             "usage": usage_dict(usage, held),
             "diagnostics": self.diagnostics,
         }
@@ -84,9 +86,15 @@ _REASONS = {
 
 def text_block(text: str) -> dict[str, Any]:
     """Return a block of text."""
-    return {"type": "text", "text": text}
+    return {"type": "text", "text": text, "citations": None}
 
 
 def tool_block(call: Call) -> dict[str, Any]:
     """Return the block of a call."""
-    return {"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": call.arguments}
+    return {
+        "type": "tool_use",
+        "id": new_id("toolu_"),
+        "name": call.name,
+        "input": call.arguments,
+        "caller": {"type": "direct"},
+    }

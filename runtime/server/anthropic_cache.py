@@ -140,5 +140,8 @@ def usage_dict(usage: Usage, held: Sequence[Mark]) -> dict[str, Any]:
         "cache_read_input_tokens": usage.cached_tokens,
         "cache_creation": {f"ephemeral_{name}_input_tokens": created[ttl_s] for name, ttl_s in TTL_S.items()},
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": 0},
+        "server_tool_use": None,
         "service_tier": "standard",
+        "inference_geo": None,
     }

@@ -213,7 +213,12 @@ class _Writer:
         content = done.text if read is None else read.content
         calls = () if read is None else read.calls
         self._remember(done, content, calls)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content,
+            "refusal": None,
+            "annotations": [],
+        }
         if calls:
             message |= {"content": content or None, "tool_calls": [_call(call) for call in calls]}
         choice = {

@@ -132,13 +132,19 @@ class ResponseRequest(GenerationFields):
         text_format = self.text.format if self.text is not None else None
         return {
             "background": False,
+            "frequency_penalty": self.frequency_penalty or 0.0,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": given["metadata"] or {},
             "model": self.model,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "presence_penalty": self.presence_penalty or 0.0,
             "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {"effort": None, "summary": None, **(given["reasoning"] or {})},
+            "safety_identifier": self.safety_identifier,
+            "service_tier": "default",
             "store": self.store is not False,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {

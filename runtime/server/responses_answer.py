@@ -74,6 +74,7 @@ class ResponseAnswer:
             "id": self.id,
             "object": "response",
             "created_at": self.created_at,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": None,
