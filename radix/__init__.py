@@ -11,6 +11,7 @@ Start reading at `phloem.radix.tree`, which explains the structure; then `phloem
 call. Of other packages it needs sortedcontainers only.
 """
 
+from phloem.radix.ages import AgeHistogram
 from phloem.radix.cache import RadixCache
 from phloem.radix.errors import (
     InvalidBlocks,
@@ -43,6 +44,7 @@ __all__ = [
     "FIFO",
     "LFU",
     "LRU",
+    "AgeHistogram",
     "BlockPool",
     "CacheStats",
     "ClearResult",

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from phloem.radix.ages import HitAges
 from phloem.radix.check import check_cache
 from phloem.radix.counters import Counters
 from phloem.radix.errors import (
@@ -68,7 +69,7 @@ class RadixCache:
     (3, 8)
     """
 
-    __slots__ = ("_counters", "_ghost", "_leases", "_residency", "_tree", "_version", "pool")
+    __slots__ = ("_ages", "_counters", "_ghost", "_leases", "_residency", "_tree", "_version", "pool")
 
     def __init__(
         self,
@@ -111,7 +112,8 @@ class RadixCache:
         self._tree = RadixTree(block_size, Node.root_of)
         self._ghost = Ghost(block_size, max_bytes=ghost_bytes)
         order = EvictionOrder(policy_named(policy) if isinstance(policy, str) else policy)
-        self._residency = Residency(self._tree, pool, order, self._ghost)
+        self._ages = HitAges(clock)
+        self._residency = Residency(self._tree, pool, order, self._ghost, self._ages)
         self._leases = LeaseBook(self._residency, max_pinned_blocks=max_pinned_blocks, clock=clock)
         self._counters = Counters()
         self._version = 0
@@ -193,7 +195,7 @@ class RadixCache:
 
     def stats(self) -> CacheStats:
         """All counters. O(1)."""
-        return self._counters.snapshot(self._residency, self._leases, self._ghost)
+        return self._counters.snapshot(self._residency, self._leases, self._ghost, self._ages)
 
     def check(self) -> None:
         """Proves every invariant. O(blocks + nodes), meant for tests.
@@ -295,6 +297,8 @@ class RadixCache:
         needed = max(0, num_blocks - place.num_blocks)
         self._require_room(needed + spare, reserved=unlocked_blocks(place))
         tail = self._tree.tail(place, self._rest(place, query))
+        if place.num_blocks:
+            self._ages.count(place.node.last_used)
         node = self._tree.split(place.node, place.num_blocks)
         self._residency.lock(node)
         self._residency.hit(node, priority=priority)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phloem.radix.ages import HitAges
 from phloem.radix.ghost import Ghost
 from phloem.radix.leases import LeaseBook
 from phloem.radix.residency import Residency
@@ -31,7 +32,7 @@ class Counters:
         self.hit_tokens += grip.num_tokens
         self.tail_tokens += grip.tail_tokens
 
-    def snapshot(self, residency: Residency, leases: LeaseBook, ghost: Ghost) -> CacheStats:
+    def snapshot(self, residency: Residency, leases: LeaseBook, ghost: Ghost, ages: HitAges) -> CacheStats:
         """All counters and levels as they are now. O(1)."""
         pool, tree = residency.pool, residency.tree
         return CacheStats(
@@ -51,7 +52,9 @@ class Counters:
             hit_tokens=self.hit_tokens,
             tail_tokens=self.tail_tokens,
             refusals=self.refusals,
+            hit_ages=ages.histogram(),
             evictions=self.evictions,
+            cleared=residency.num_cleared,
             duplicates=self.duplicates,
             expired_leases=leases.num_expired,
             ghost_tokens=ghost.num_blocks * tree.block_size,

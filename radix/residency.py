@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phloem.radix.ages import HitAges
 from phloem.radix.errors import Shortage
 from phloem.radix.ghost import Ghost
 from phloem.radix.node import Node
@@ -31,9 +32,23 @@ from phloem.radix.tree import Place, RadixTree
 class Residency:
     """The nodes of all trees, live and cleared, with their locks. Owned by one `RadixCache`."""
 
-    __slots__ = ("_clock", "cleared", "evictable", "ghost", "num_locks", "order", "pinned", "pool", "tree")
+    __slots__ = (
+        "_ages",
+        "_clock",
+        "cleared",
+        "evictable",
+        "ghost",
+        "num_cleared",
+        "num_locks",
+        "order",
+        "pinned",
+        "pool",
+        "tree",
+    )
 
-    def __init__(self, tree: RadixTree[Node], pool: BlockPool, order: EvictionOrder, ghost: Ghost) -> None:
+    def __init__(
+        self, tree: RadixTree[Node], pool: BlockPool, order: EvictionOrder, ghost: Ghost, ages: HitAges
+    ) -> None:
         """Nothing resident; `tree`, `order` and `ghost` must be empty, and no block of `pool` cached."""
         self.tree = tree
         self.pool = pool
@@ -43,7 +58,14 @@ class Residency:
         self.evictable = 0  # blocks in nodes with lock_refs == 0
         self.num_locks = 0  # locks taken and not given back: the sum of `held`
         self.pinned = 0  # blocks in nodes with pin_refs > 0
+        self.num_cleared = 0  # blocks freed since their tree was cleared
+        self._ages = ages  # told of each tick
         self._clock = 0
+
+    def _advance(self) -> None:
+        """Begins an operation that moves recency."""
+        self._clock += 1
+        self._ages.sample(self._clock)
 
     @property
     def locked(self) -> int:
@@ -66,7 +88,7 @@ class Residency:
 
     def lock(self, node: Node) -> None:
         """Takes a lock at the end of `node`, and marks its path as used now. O(nodes on the path)."""
-        self._clock += 1
+        self._advance()
         self.num_locks += 1
         node.held += 1
         self.order.discard(node)  # the nodes above have children, so are no candidates
@@ -83,7 +105,7 @@ class Residency:
 
     def unlock(self, node: Node) -> None:
         """Gives back a lock held at the end of `node`, and marks its path as used now. O(nodes on the path)."""
-        self._clock += 1
+        self._advance()
         self.num_locks -= 1
         node.held -= 1
         root = node
@@ -180,7 +202,7 @@ class Residency:
         Returns:
             The node that ends with the last of the blocks, or at `place` if there are none.
         """
-        self._clock += 1
+        self._advance()
         node = self.tree.split(place.node, place.num_blocks)
         if not blocks:
             return node
@@ -226,7 +248,7 @@ class Residency:
             if node.lock_refs:
                 locked += len(node.blocks)
             else:
-                self._drop(node)
+                self.num_cleared += len(self._drop(node))
         if root.lock_refs:
             self.cleared.add(root)
         return locked
@@ -247,7 +269,7 @@ class Residency:
             if parent is None:
                 self.cleared.discard(step)
                 return
-            self._drop(step)
+            self.num_cleared += len(self._drop(step))
             step = parent
 
     def _drop(self, leaf: Node) -> Sequence[int]:

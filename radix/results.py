@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phloem.radix.ages import AgeHistogram
 from phloem.radix.namespace import Namespace
 from phloem.radix.node import NodeRef
 
@@ -81,7 +82,9 @@ class CacheStats:
     hit_tokens: int  # tokens of admitted paths found in whole blocks
     tail_tokens: int  # tokens found beyond that in part of a block
     refusals: int  # admissions and allocations refused for want of blocks
+    hit_ages: AgeHistogram  # of `hits`: how long the end of what was hit had not been used
     evictions: int  # blocks evicted
+    cleared: int  # blocks freed because their namespace was cleared
     duplicates: int  # blocks handed over that the tree already had
     expired_leases: int  # ended by time
     ghost_tokens: int  # remembered of paths of which blocks were evicted

@@ -155,6 +155,7 @@ class EngineLoop:
         return EngineStats(
             cache=self.scheduler.paths.stats(),
             kept_tails=len(self.scheduler.paths.tails),
+            dropped_tails=self.scheduler.paths.tails.num_dropped,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             steps=self._steps,

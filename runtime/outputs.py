@@ -100,6 +100,9 @@ class EngineStats:
     kept_tails: int
     """Partly filled blocks of finished paths, kept for prompts that begin alike; they count as private."""
 
+    dropped_tails: int
+    """Of these, how many had to make room."""
+
     running: int
     waiting: int
     steps: int

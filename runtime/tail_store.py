@@ -35,6 +35,9 @@ class TailStore:
 
     def __init__(self, max_tails: int) -> None:
         self.max_tails = max_tails
+        self.num_dropped = 0
+        """Tails that had to make room."""
+
         self._by_place: dict[Place, list[Tail]] = {}
         """At each place in the order of their packed tokens, so that those which begin alike are neighbours. None begins
         with another."""
@@ -73,6 +76,7 @@ class TailStore:
         """Forget the tail that was used longest ago, and return its block."""
         tail = next(iter(self._by_age))
         self._remove(tail)
+        self.num_dropped += 1
         return tail.block
 
     def clear(self) -> list[int]:

@@ -6,21 +6,23 @@ They are numbers of all tenants together, which is why they need the admin key w
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from phloem.radix import AgeHistogram
 from phloem.runtime.outputs import Completion, EngineStats
 from phloem.runtime.server.service import AdminDep, Service
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-Family = GaugeMetricFamily | CounterMetricFamily
+Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
 router = APIRouter(tags=["operation"])
 
@@ -68,6 +70,7 @@ class _EngineCollector(Collector):
         stats = self._service.engine.stats()
         yield from self._levels(stats)
         yield from self._counters(stats)
+        yield self._hit_ages(stats.cache.hit_ages)
 
     def _levels(self, stats: EngineStats) -> Iterator[Family]:
         cache, service = stats.cache, self._service
@@ -83,6 +86,7 @@ class _EngineCollector(Collector):
         yield blocks
         yield self._gauge("phloem:namespaces", "Namespaces with cached prefixes.", cache.namespaces)
         yield self._gauge("phloem:active_generations", "Whose answer is not out yet.", service.gate.active)
+        yield self._gauge("phloem:branches", "Branches that clients hold.", len(service.branches))
         yield self._gauge("phloem:answer_memory_bytes", "Of remembered answers.", service.answers.num_bytes)
 
     def _counters(self, stats: EngineStats) -> Iterator[Family]:
@@ -94,17 +98,36 @@ class _EngineCollector(Collector):
             ("vllm:prefix_cache_queries", "Tokens looked up in the cache.", cache.query_tokens),
             ("vllm:prefix_cache_hits", "Of these, found.", cache.hit_tokens + cache.tail_tokens),
             ("phloem:cached_tokens", "Tokens of prompts that needed no computing.", totals.cached_tokens),
-            ("phloem:evictions", "Blocks evicted.", cache.evictions),
             ("phloem:failed_steps", "Steps that the model failed in.", stats.failed_steps),
+            (
+                "phloem:expired_branches",
+                "Released since nobody used them.",
+                self._service.branches.num_expired,
+            ),
+            ("phloem:expired_leases", "Pins that ended by themselves.", cache.expired_leases),
             ("phloem:refused_requests", "Answered with 429.", self._service.gate.refused),
         ):
             yield self._counter(name, text, value)
         yield self._counter_by(
             "vllm:request_success", "Generations that ended.", "finished_reason", totals.finished
         )
+        lost = {"capacity": cache.evictions, "tail": stats.dropped_tails, "cleared": cache.cleared}
+        text = "Blocks that left the cache: to make room, as the partly filled end of a path, or with all."
+        yield self._counter_by("phloem:evictions", text, "reason", lost)
         yield self._counter_by(
             "phloem:missed_tokens", "Tokens of prompts that were computed.", "reason", totals.missed_tokens
         )
+
+    def _hit_ages(self, ages: AgeHistogram) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(
+            "phloem:hit_age_seconds",
+            "Since the last use of what a prompt hit; prompts that hit one whole block or more.",
+            labels=["model_name"],
+        )
+        bounds = [*(str(float(bound)) for bound in ages.bounds_s), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(ages.counts), strict=True))
+        family.add_metric([self._service.model_name], buckets, ages.sum_s)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=["model_name"])

@@ -217,7 +217,9 @@ def run_randomly(num_steps: int, seed: int, steps_per_episode: int = 200) -> Cou
                 totals.update(random_question(mirror, rng, forgetful=forgetful))
         mirror.release_all()
         mirror.compare()
-        totals.update(asdict(mirror.real.stats()))
+        stats = mirror.real.stats()
+        assert sum(stats.hit_ages.counts) == stats.hits
+        totals.update({name: value for name, value in asdict(stats).items() if isinstance(value, int)})
     return totals
 
 

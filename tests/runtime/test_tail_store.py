@@ -49,6 +49,7 @@ def test_the_one_used_longest_ago_goes_first() -> None:
     store.touch(used)
     assert store.keep(tail(3, 3)) == [2]
     assert store.pop_oldest() == 1
+    assert store.num_dropped == 2
     assert store.clear() == [3]
     assert len(store) == 0
 

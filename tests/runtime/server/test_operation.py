@@ -51,6 +51,33 @@ def test_metrics_count_what_requests_did(engine: Engine) -> None:
     assert after["vllm:num_requests_running"] == after["phloem:active_generations"] == 0
 
 
+def test_metrics_tell_why_blocks_left_and_how_old_hits_were(engine: Engine) -> None:
+    engine.clear_cache()
+    with live_server(engine) as server, server.client() as client:
+        before = samples(server)
+        client.post("/v1/completions", json=BODY)
+        client.post("/v1/completions", json=BODY)
+        # The pool holds 8192 tokens.
+        for letter in "abc":
+            client.post("/v1/completions", json={**BODY, "prompt": letter * 4000})
+        # And the ends of 32 paths.
+        client.post("/v1/completions", json={**BODY, "prompt": [f"{n:02d} and so on" for n in range(40)]})
+        branch_id = client.post("/v1/branches", json={"text": "abc"}).json()["id"]
+        engine.clear_cache()
+        server.wait_until_idle()
+        after = samples(server)
+        client.delete(f"/v1/branches/{branch_id}")
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["phloem:evictions_total capacity"] > 200
+    assert grown["phloem:evictions_total tail"] > 0
+    assert 0 < grown["phloem:evictions_total cleared"] <= 512
+    assert grown["phloem:hit_age_seconds_count"] == grown["phloem:hit_age_seconds_bucket 86400.0"] == 1
+    assert grown["phloem:hit_age_seconds_bucket +Inf"] == 1
+    assert 0 <= grown["phloem:hit_age_seconds_sum"] < 60
+    assert after["phloem:branches"] == 1
+    assert (after["phloem:blocks evictable"], after["phloem:blocks locked"]) == (0, 0)
+
+
 def test_metrics_are_the_admins_where_there_are_keys(engine: Engine) -> None:
     keys = {"api_keys": ("key-of-alice",), "admin_key": "key-of-admin"}
     with live_server(engine, **keys) as server, server.client() as client:
