@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+CLIENTS := $(VENV)/.clients
 
 .PHONY: help setup demo test test-all lint types format bench dist check-dist clean
 
@@ -19,13 +20,19 @@ $(STAMP): pyproject.toml constraints.txt requirements-flashinfer.txt requirement
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-flashinfer.txt -r requirements-sglang.txt
 	@touch $@
 
+$(CLIENTS): $(STAMP) requirements-clients.txt
+	@echo "Installing other people's clients of the server for the slow tests"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[clients]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-clients.txt
+	@touch $@
+
 demo: setup      ## Chat and sixteen questions on a real model, with the prefix cache on and off
 	$(BIN)/phloem demo
 
 test: setup      ## The tests, without the slow ones
 	$(BIN)/python -m pytest -q -m "not slow and not gpu"
 
-test-all: setup  ## All tests
+test-all: setup $(CLIENTS)  ## All tests, with the clients that the slow ones need
 	$(BIN)/python -m pytest -q -m "not gpu"
 
 lint: setup      ## ruff: lint and format
