@@ -8,6 +8,7 @@ take `ServiceDep` and `TenantDep`; they ask `service.gate.check` before they wor
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -46,6 +47,9 @@ from phloem.runtime.server.gatekeeper import Gatekeeper
 from phloem.runtime.server.service import Service
 from phloem.runtime.server.settings import ServerSettings
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
 ROUTERS: tuple[APIRouter, ...] = (
     health.router,
     openai_models.router,
@@ -65,13 +69,28 @@ ERROR_FORMS: tuple[tuple[str, Render], ...] = (("/v1/messages", anthropic_error)
 """By the beginning of a path, the form of its errors; elsewhere it is OpenAI's."""
 
 
-def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
-    """Return the ASGI application. The engine stays the caller's, who closes it after the last request."""
+def make_app(
+    engine: Engine, settings: ServerSettings, *, tracer_provider: TracerProvider | None = None
+) -> FastAPI:
+    """Return the ASGI application. The engine stays the caller's, who closes it after the last request.
+
+    Args:
+        engine: Does the work.
+        settings: The server's.
+        tracer_provider: Takes a span of each request; see `phloem.runtime.server.tracing`.
+    """
     # No pages that load scripts from elsewhere.
     app = FastAPI(title="phloem", docs_url=None, redoc_url=None)
     service = Service(engine, settings)
     app.state.service = service
     app.state.registry = metrics.make_registry(service)
+    if tracer_provider is not None:
+        # OpenTelemetry is an extra.
+        from phloem.runtime.server.tracing import Tracing
+
+        app.add_middleware(
+            Tracing, provider=tracer_provider, model_name=service.model_name, totals=service.totals
+        )
     app.add_middleware(Gatekeeper, settings=settings, gate=service.gate, render_for=render_for)
     for router in ROUTERS:
         app.include_router(router)

@@ -46,7 +46,7 @@ def make_registry(service: Service) -> CollectorRegistry:
     )
     name = service.model_name
 
-    def observe(completion: Completion) -> None:
+    def observe(completion: Completion, is_first: bool) -> None:
         whole.labels(name).observe(completion.total_s)
         if math.isnan(completion.first_token_s):
             return

@@ -6,11 +6,14 @@ have ended, or are aborted once `drain_s` is over, and then it ends with exit co
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -20,6 +23,12 @@ from phloem.runtime.server.app import make_app
 from phloem.runtime.server.log_line import IntervalLog
 from phloem.runtime.server.service import Service
 from phloem.runtime.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+COLLECTORS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""Variables that name where traces go."""
 
 LAST_WORDS_S = 5
 """How long connections get to end once nothing is generated any more."""
@@ -60,9 +69,11 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def make_server(engine: Engine, settings: ServerSettings) -> DrainingServer:
+def make_server(
+    engine: Engine, settings: ServerSettings, *, tracer_provider: TracerProvider | None = None
+) -> DrainingServer:
     """Return a server for an engine; `server.run(sockets=[bind(settings)])` serves until a signal."""
-    app = make_app(engine, settings)
+    app = make_app(engine, settings, tracer_provider=tracer_provider)
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -88,14 +99,35 @@ def serve(
         announce: Is told the URL once the engine is there.
 
     Raises:
-        InvalidRequest: The address can't be used.
+        InvalidRequest: The address can't be used, or traces are asked for by the environment and can't be made.
         ModelError: The model can't be loaded.
     """
-    listener = bind(settings)
-    with listener, make_engine() as engine:
+    with _tracer_provider() as provider, bind(settings) as listener, make_engine() as engine:
         host, port = listener.getsockname()[:2]
         announce(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        make_server(engine, settings).run(sockets=[listener])
+        make_server(engine, settings, tracer_provider=provider).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _tracer_provider() -> Iterator[TracerProvider | None]:
+    """Where traces go; nowhere unless the environment names a collector."""
+    named = [name for name in COLLECTORS if os.environ.get(name)]
+    if not named:
+        yield None
+        return
+    try:
+        from phloem.runtime.server.tracing import make_provider
+
+        provider = make_provider()
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(
+            f"{named[0]} is set, but traces need {error.name}: pip install 'phloem[otel]', or unset it",
+            field="serve",
+        ) from error
+    try:
+        yield provider
+    finally:
+        provider.shutdown()
 
 
 def bind(settings: ServerSettings) -> socket.socket:

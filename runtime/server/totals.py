@@ -27,8 +27,8 @@ class Totals:
     missed_tokens: Counter[str] = field(default_factory=Counter)
     """Prompt tokens that were computed, by the reason why."""
 
-    listeners: list[Callable[[Completion], None]] = field(default_factory=list)
-    """Are told each generation that has ended."""
+    listeners: list[Callable[[Completion, bool], None]] = field(default_factory=list)
+    """Are told each generation that has ended, and whether it is the first of its prompt, in its request's context."""
 
     def count(self, completion: Completion, *, is_first: bool) -> None:
         """Count a generation that has ended; `is_first` tells whether it is the first of its prompt."""
@@ -37,7 +37,7 @@ class Totals:
         if is_first:
             self.count_prompt(completion.usage, completion.explanation)
         for listener in self.listeners:
-            listener(completion)
+            listener(completion, is_first)
 
     def count_prompt(self, usage: Usage, explanation: Explanation | None = None) -> None:
         """Count a prompt that was computed, be it to generate or to score."""

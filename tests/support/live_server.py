@@ -43,10 +43,10 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(engine: Engine, **settings: Any) -> Iterator[LiveServer]:
+def live_server(engine: Engine, *, tracer_provider: Any = None, **settings: Any) -> Iterator[LiveServer]:
     chosen = ServerSettings(**{"served_names": ("tiny",), "port": 0, **settings})
     listener = bind(chosen)
-    server = make_server(engine, chosen)
+    server = make_server(engine, chosen, tracer_provider=tracer_provider)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     port = listener.getsockname()[1]
