@@ -310,10 +310,9 @@ class Branch:
         )
 
     @property
-    def is_pinned(self) -> bool:
-        """Whether the lease that `pin` took has not ended."""
-        lease = self._lease
-        return lease is not None and lease.ended is None
+    def lease(self) -> Lease | None:
+        """What `pin` took, and `unpin` did not end. To be looked at: its methods are for the engine's thread."""
+        return self._lease
 
     def explain(self) -> Explanation:
         """Tell how much of the path needs no computing for the next token, and why the rest does."""

@@ -8,9 +8,10 @@ from typing import Any
 
 from phloem.runtime.outputs import Completion, Usage
 from phloem.runtime.sampling_params import SamplingParams
-from phloem.runtime.server.anthropic_cache import Mark, usage_dict
+from phloem.runtime.server.anthropic_cache import usage_dict
 from phloem.runtime.server.chat_prompt import Call, ChatPrompt, Prompter
 from phloem.runtime.server.openai_fields import new_id
+from phloem.runtime.server.prompt_leases import Mark
 from phloem.runtime.server.tool_calls import ReadAnswer, read_answer
 
 

@@ -12,11 +12,12 @@ from typing import Any
 from phloem.runtime.errors import PhloemError
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.server.anthropic_answer import MessageAnswer, text_block, tool_block
-from phloem.runtime.server.anthropic_cache import Mark, usage_dict
+from phloem.runtime.server.anthropic_cache import usage_dict
 from phloem.runtime.server.anthropic_errors import anthropic_error
 from phloem.runtime.server.chat_prompt import Call
 from phloem.runtime.server.connection import event
 from phloem.runtime.server.errors import failure_of
+from phloem.runtime.server.prompt_leases import Mark
 from phloem.runtime.server.service import IndexedChunk
 from phloem.runtime.server.tool_calls import AnswerReader
 

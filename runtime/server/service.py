@@ -19,7 +19,6 @@ from phloem.runtime.generation import AsyncGeneration
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.answers import AnswerMemory
-from phloem.runtime.server.anthropic_cache import PromptLeases
 from phloem.runtime.server.anthropic_diagnostics import FingerprintStore
 from phloem.runtime.server.auth import Tenant
 from phloem.runtime.server.branch_store import BranchStore
@@ -28,6 +27,7 @@ from phloem.runtime.server.connection import EventStream, while_connected
 from phloem.runtime.server.errors import ApiError, Failure, not_found
 from phloem.runtime.server.gate import Gate, Ticket
 from phloem.runtime.server.pin_store import PinStore
+from phloem.runtime.server.prompt_leases import PromptLeases
 from phloem.runtime.server.responses_store import ResponseStore
 from phloem.runtime.server.settings import ServerSettings
 from phloem.runtime.server.token_texts import TokenTexts
@@ -159,7 +159,7 @@ class Service:
         )
         self.pins = PinStore(settings.max_pinned_tokens_per_key, retry_after_s=settings.retry_after_s)
         self.prompter = Prompter(engine, self.answers, max_messages=settings.max_messages)
-        self.prompt_leases = PromptLeases(engine)
+        self.prompt_leases = PromptLeases(engine, settings.max_pinned_tokens_per_key)
         self.fingerprints = FingerprintStore()
         self.token_texts = TokenTexts(engine.tokenizer)
         self.started_at = int(time.time())

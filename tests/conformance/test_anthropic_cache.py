@@ -194,3 +194,28 @@ def test_a_message_is_not_known_to_other_keys(engine: Engine) -> None:
         assert told.diagnostics.misses == [{"start": 0, "end": total(told.usage), "reason": "never_seen"}]
         assert told.usage.cache_read_input_tokens == 0
         server.wait_until_idle()
+
+
+def test_a_key_has_a_limit_of_its_own_in_which_what_grows_counts_once(engine: Engine) -> None:
+    keys = ("key-of-alice", "key-of-bob")
+    with live_server(engine, api_keys=keys, max_pinned_tokens_per_key=600) as server:
+        alice, bob = (client_of(server, api_key=key) for key in keys)
+        with alice, bob:
+            control = {"type": "ephemeral"}
+            messages, used = [{"role": "user", "content": "x" * 400}], 0
+            for _ in range(6):
+                usage = create(alice, messages, cache_control=control, max_tokens=1).usage
+                assert usage.input_tokens == 0, "it grows, and is one conversation"
+                used = total(usage)
+                messages += [{"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
+            assert 500 < used < 600
+            other = create(alice, [{"role": "user", "content": "other " * 30}], cache_control=control).usage
+            assert other.cache_creation_input_tokens == 0
+            # An hour is longer than the five minutes that hold it until now, and counts anew.
+            leases = engine.stats().cache.leases
+            create(alice, messages[:1], cache_control={**control, "ttl": "1h"})
+            assert engine.stats().cache.leases == leases
+            theirs = create(bob, [{"role": "user", "content": "other " * 30}], cache_control=control).usage
+            assert theirs.input_tokens == 0
+        server.wait_until_idle()
+    engine.clear_cache()

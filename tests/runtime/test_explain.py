@@ -123,10 +123,13 @@ def test_what_is_cached_is_pinned_without_computing(tiny_path: Path) -> None:
         run(engine, ids(33))
         before = engine.stats().computed_tokens
         assert branch.pin() == asyncio.run(branch.apin()) == 32
-        assert branch.is_pinned
+        lease = branch.lease
+        assert lease is not None
+        assert lease.ended is None
         assert engine.stats().computed_tokens == before
         branch.unpin()
-        assert not branch.is_pinned
+        assert branch.lease is None
+        assert lease.ended == "released"
         engine.check()
 
 
