@@ -1,7 +1,8 @@
-"""OpenAI's `/v1/models`: the one model that is served, under each of its names."""
+"""`/v1/models`: the one model that is served, under each of its names. OpenAI's and Anthropic's clients read the same answer."""
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,7 +17,8 @@ router = APIRouter(tags=["openai"])
 async def list_models(service: ServiceDep, tenant: TenantDep) -> JsonAnswer:
     """List the names of the model."""
     names = service.settings.served_names
-    return JsonAnswer({"object": "list", "data": [_card(service, name) for name in names]})
+    ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+    return JsonAnswer({"object": "list", "data": [_card(service, name) for name in names], **ends})
 
 
 @router.get("/v1/models/{name:path}")
@@ -30,7 +32,10 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": service.started_at,
+        "created_at": datetime.fromtimestamp(service.started_at, timezone.utc).isoformat(),
         "owned_by": "phloem",
         "root": service.model_name,
         "parent": None,

@@ -126,6 +126,13 @@ def test_json_that_fits_a_schema(anthropic: Anthropic, stream: bool) -> None:
     jsonschema.validate(json.loads(text), schema)
 
 
+def test_the_model_is_listed(anthropic: Anthropic) -> None:
+    [card] = anthropic.models.list()
+    assert (card.id, card.type, card.display_name) == ("tiny", "model", "tiny")
+    assert anthropic.models.retrieve("tiny") == card
+    assert card.created_at.year >= 2024
+
+
 # Tokens
 
 

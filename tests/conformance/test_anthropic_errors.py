@@ -80,13 +80,14 @@ def test_errors_are_the_clients_own(engine: Engine) -> None:
             with pytest.raises(APIStatusError) as error:
                 create(client)
             assert (error.value.status_code, error.value.type) == (503, "overloaded_error")
-    with live_server(engine) as server, server.client() as http:
-        answer = http.post(
-            "/v1/messages",
-            json={"model": "tiny", "messages": ASKED, "max_tokens": 1},
-            headers={"x-api-key": "any"},
-        )
-        assert answer.status_code == 200
+
+
+def test_a_key_may_come_as_anthropics_own_header(engine: Engine) -> None:
+    body = {"model": "tiny", "messages": ASKED, "max_tokens": 1}
+    with live_server(engine, api_keys=("key-of-alice",)) as server, server.client() as client:
+        for key, status in (("key-of-alice", 200), ("key-of-carol", 401)):
+            headers = {"x-api-key": key, "anthropic-version": "2023-06-01"}
+            assert client.post("/v1/messages", json=body, headers=headers).status_code == status
 
 
 @pytest.mark.parametrize("stream", [False, True])
