@@ -218,6 +218,11 @@ class GenerateRequest(BaseModel):
             return isinstance(self.text, str)
         return not self.input_ids or isinstance(self.input_ids[0], int)
 
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts it has, before anything is checked."""
+        return 1 if self.is_single else len(self.text or self.input_ids or ())
+
     def orders(self, settings: ServerSettings) -> list[PromptOrder]:
         """Return what is to be done, for each prompt.
 
@@ -240,12 +245,17 @@ class GenerateRequest(BaseModel):
         starts = _per_prompt(self.logprob_start_len, count, "logprob_start_len")
         with_text = _per_prompt(self.return_text_in_logprobs, count, "return_text_in_logprobs")
         rids = self._rids(count)
+        default = SglangSampling.model_validate({})
+        made: dict[tuple[int, int | None, int | None], SamplingParams] = {}  # most often one for all prompts
         orders = []
         for index, given in enumerate(prompts):
-            sampling = fields[index] or SglangSampling.model_validate({})
+            sampling = fields[index] or default
             start = _checked_start(starts[index], sampling, logprobs[index])
-            _check_top(logprobs[index], settings)
-            params = sampling.params(settings, logprobs=logprobs[index], prompt_logprobs_from=start)
+            key = id(sampling), logprobs[index], start
+            if key not in made:
+                _check_top(logprobs[index], settings)
+                made[key] = sampling.params(settings, logprobs=logprobs[index], prompt_logprobs_from=start)
+            params = made[key]
             name = field if self.is_single else f"{field}[{index}]"
             orders.append(PromptOrder(given, name, params, rids[index], start == 0, bool(with_text[index])))
         if len({order.params.n for order in orders}) > 1:

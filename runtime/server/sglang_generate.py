@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phloem.runtime.engine import Engine
-from phloem.runtime.errors import PhloemError
+from phloem.runtime.errors import GrammarError, PhloemError, PromptTooLong
 from phloem.runtime.outputs import Chunk, Completion, Usage
 from phloem.runtime.prompts import encode
 from phloem.runtime.server.auth import Tenant
 from phloem.runtime.server.connection import DONE, event
-from phloem.runtime.server.errors import JsonAnswer, failure_of, openai_error
+from phloem.runtime.server.errors import JsonAnswer, failure_of, grammar_refused, invalid, openai_error
 from phloem.runtime.server.openai_stream import first_chunk
 from phloem.runtime.server.service import IndexedChunk, Service, ServiceDep, TenantDep
 from phloem.runtime.server.sglang_fields import GenerateRequest, PromptOrder
@@ -35,21 +35,27 @@ async def generate(
     body: GenerateRequest, request: Request, service: ServiceDep, tenant: TenantDep
 ) -> Response:
     """Generate after one prompt or several; or compute, or score, what there is."""
+    service.gate.check(body.num_prompts)
     orders = body.orders(service.settings)
-    n = orders[0].params.n
-    service.gate.check(len(orders) * n)
+    service.gate.check(len(orders) * orders[0].params.n)
     namespace = tenant.namespace(body.extra_key, field="extra_key")
     jobs = await asyncio.to_thread(_encoded, orders, service.engine)
     writer = _Writer(jobs, service, is_single=body.is_single)
     running = [job for job in jobs if job.token_ids]
+    if body.stream and len(running) < len(jobs):
+        raise invalid("text is empty; a stream needs at least one token", "text")
     if not running:
         return JsonAnswer(writer.whole([]))
-    run = await service.start(
-        [job.token_ids for job in running],
-        [job.order.params for job in running],
-        namespace,
-        names=_names(body, running, tenant),
-    )
+    try:
+        run = await service.start(
+            [job.token_ids for job in running],
+            [job.order.params for job in running],
+            namespace,
+            names=_names(body, running, tenant),
+        )
+    except GrammarError as error:
+        [kind, *_] = (job.order.params.grammar.kind for job in running if job.order.params.grammar)
+        raise grammar_refused(error, kind) from error
     if body.stream:
         chunks = run.chunks()
         first = await first_chunk(run, chunks, request)
@@ -68,7 +74,7 @@ class _Job:
 
     order: PromptOrder
     token_ids: list[int]
-    """None, where an empty text was to be cached that not even a BOS comes before: then there is nothing to do."""
+    """Empty where an empty text was to be cached, and not even a BOS comes before it: then there is nothing to do."""
 
 
 def _encoded(orders: Sequence[PromptOrder], engine: Engine) -> list[_Job]:
@@ -82,7 +88,13 @@ def _ids_of(order: PromptOrder, engine: Engine) -> list[int]:
         alone = tokenizer.encode("")
         if alone or order.params.max_tokens == 0:
             return alone
-    return encode(order.given, tokenizer, vocab_size=engine.model.vocab_size, name=order.name).tolist()
+    ids = encode(order.given, tokenizer, vocab_size=engine.model.vocab_size, name=order.name)
+    if len(ids) >= engine.max_model_len:
+        raise PromptTooLong(
+            f"{order.name} has {len(ids)} tokens; at most {engine.max_model_len - 1} are taken: shorten it",
+            field=order.name,
+        )
+    return ids.tolist()
 
 
 def _names(body: GenerateRequest, jobs: Sequence[_Job], tenant: Tenant) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""What SGLang's clients ask a server about itself: `/model_info`, `/server_info`, each also under its older name, and `/health_generate`."""
+"""What SGLang's clients ask a server about itself: `/model_info`, `/server_info`, each also under older names, and `/health_generate`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ async def model_info(service: ServiceDep, tenant: TenantDep) -> JsonAnswer:
     return JsonAnswer(_model_info(service))
 
 
+@router.get("/get_server_args", operation_id="get_server_args")
 @router.get("/get_server_info", operation_id="get_server_info")
 @router.get("/server_info", operation_id="server_info")
 async def server_info(service: ServiceDep, tenant: TenantDep) -> JsonAnswer:

@@ -4,13 +4,15 @@ import itertools
 import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live_server import LiveServer
+from live_server import LiveServer, live_server
+from tiny_model import make_tiny_model
 
-from phloem.runtime import SamplingParams
+from phloem.runtime import Engine, SamplingParams
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -118,6 +120,20 @@ def test_an_empty_text_is_computed_without_a_word(server: LiveServer) -> None:
     done = post(server, text="", sampling_params=SCORE)
     assert (done["text"], done["meta_info"]["prompt_tokens"]) == ("", 1)  # BOS
     assert post(server, text="", sampling_params=GREEDY)["meta_info"]["completion_tokens"] == 8
+
+
+def test_without_a_bos_there_is_nothing_to_compute_of_an_empty_text(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    (path / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": None}))
+    with Engine(path, dtype="float32", num_blocks=64) as engine, live_server(engine) as server:
+        done = post(server, text="", sampling_params=SCORE)
+        assert (done["text"], done["meta_info"]["prompt_tokens"]) == ("", 0)
+        one, two = post(server, text=["", "ab"], sampling_params=SCORE, return_logprob=True)
+        assert one["meta_info"]["input_token_logprobs"] == []
+        assert len(two["meta_info"]["input_token_logprobs"]) == 2
+        assert post(server, 400, text="", sampling_params=GREEDY)["error"]["param"] == "text"
+        assert post(server, 400, text="", sampling_params=SCORE, stream=True)["error"]["param"] == "text"
 
 
 # Streams
@@ -262,10 +278,14 @@ def test_choices_compute_their_own_tokens_only(server: LiveServer) -> None:
         ({"sampling_params": {"json_schema": " " * 70_000}}, "json_schema"), ({"sampling_params": {"regex": "a" * 70_000}}, "regex"),
         ({"sampling_params": {"skip_special_tokens": False}}, "skip_special_tokens"), ({"sampling_params": {"top_k": 0}}, "top_k"),
         ({"sampling_params": {"sampling_seed": 2**64}}, "sampling_seed"), ({"sampling_params": {"stop": [""]}}, "stop"),
-        ({"sampling_params": {"temprature": 1}}, "sampling_params.temprature"),
+        ({"sampling_params": {"temprature": 1}}, "sampling_params.temprature"), ({"sampling_params": {"regex": "("}}, "regex"),
+        ({"sampling_params": {"json_schema": '{"type": "nothing"}'}}, "json_schema"), ({"text": ["a", "x" * 5000]}, "text[1]"),
+        ({"text": None, "input_ids": [1] * 4096}, "input_ids"), ({"text": ["a"] * 10_000}, None), ({"text": ["a"] * 5, "sampling_params": {"n": 5}}, None),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_with_its_field(server: LiveServer, fields: dict[str, Any], param: str) -> None:
+def test_what_is_wrong_is_told_with_its_field(
+    server: LiveServer, fields: dict[str, Any], param: str | None
+) -> None:
     error = post(server, 400, **{"text": "a", **fields})["error"]
     assert error["param"] == param, error
     assert error["message"]

@@ -15,7 +15,7 @@ def test_the_model_and_the_server(server: LiveServer) -> None:
         for path in ("/get_model_info", "/model_info"):
             info = client.get(path).json()
             assert (info["model_path"], info["is_generation"], info["model_type"]) == ("tiny", True, "llama")
-        for path in ("/get_server_info", "/server_info"):
+        for path in ("/get_server_args", "/get_server_info", "/server_info"):
             info = client.get(path).json()
             assert (info["model_path"], info["context_length"]) == ("tiny", 4096)
             assert info["max_total_num_tokens"] == 512 * 16
