@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phloem.runtime.chat_messages import KnownAnswers, SpecialTextGuard, checked_messages
+from phloem.runtime.chat_template import puts_contents_out
 from phloem.runtime.errors import InvalidRequest, ModelCorrupted
 
 if TYPE_CHECKING:
@@ -185,6 +186,28 @@ class Tokenizer:
                 ids += self.encode(text, add_special_tokens=False, parse_special_tokens=False)
         return ids
 
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as the model's chat template puts it, where special tokens' spellings can't be told from the tokens.
+
+        Raises:
+            InvalidRequest: As `encode_chat`.
+        """
+        return self._render(checked_messages(messages), add_generation_prompt, {})
+
+    def spells_special(self, text: str) -> bool:
+        """Whether a text has the spelling of a special token in it."""
+        return bool(self._special_texts) and self._special_pattern.search(text) is not None
+
+    def begins_apart(self, text: str) -> bool:
+        """Whether a text begins with a special token that takes no space before it: alone it is encoded as it is behind another text."""
+        match = self._special_pattern.match(text) if self._special_texts else None
+        if match is None:
+            return False
+        token = self.backend.get_added_tokens_decoder()[self._special_texts[match[0]]]
+        return not (token.lstrip or token.single_word or token.normalized)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; bytes that are no valid UTF-8 become U+FFFD."""
         text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -200,6 +223,8 @@ class Tokenizer:
             token = self.backend.id_to_token(token_id)
             if token is None or token_id in self.special_ids or token_id in self.byte_token_ids:
                 break
+            if joined and token[-1:] + joined[0] not in self._pairs:
+                break  # no token goes on over this seam, nor does one that begins before it
             joined = token + joined
             following = bisect_right(self._sorted_tokens, joined)
             if following < len(self._sorted_tokens) and self._sorted_tokens[following].startswith(joined):
@@ -216,10 +241,23 @@ class Tokenizer:
             if token_id not in self.special_ids and token_id not in self.byte_token_ids
         )
 
+    @cached_property
+    def _pairs(self) -> frozenset[str]:
+        """All two characters that stand side by side in a token: where two others meet, no longer token goes on."""
+        return frozenset(
+            token[start : start + 2] for token in self._sorted_tokens for start in range(len(token) - 1)
+        )
+
     @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` can work."""
         return self.hf.chat_template is not None
+
+    @cached_property
+    def puts_contents_out(self) -> bool:
+        """Whether the chat template is known to do no more with messages' contents; see `phloem.runtime.chat_template`."""
+        template = self.hf.chat_template
+        return isinstance(template, str) and puts_contents_out(template)
 
     @cached_property
     def byte_token_ids(self) -> frozenset[int]:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from phloem.radix import Namespace
 from phloem.runtime.engine import Engine
@@ -34,6 +35,7 @@ class Program:
     def __init__(self, function: Callable[..., Any], *, namespace: Namespace | None = None) -> None:
         self._function = function
         self._namespace = namespace
+        self._roles: WeakKeyDictionary[Engine, Roles] = WeakKeyDictionary()
         functools.update_wrapper(self, function)
         self.name = str(getattr(function, "__name__", "program"))
 
@@ -165,12 +167,11 @@ class Program:
             )
         if on_error not in ("keep", "raise"):
             raise InvalidRequest(f"on_error must be 'keep' or 'raise', not {on_error!r}", field="on_error")
-        roles = Roles(_checked(engine, self.name))
         jobs = []
         for each in inputs:
             args = each if isinstance(each, tuple) else () if isinstance(each, Mapping) else (each,)
             kwargs = each if isinstance(each, Mapping) else {}
-            jobs.append(self._job(engine, args, kwargs, roles=roles))
+            jobs.append(self._job(engine, args, kwargs))
         return jobs
 
     def _job(
@@ -179,11 +180,11 @@ class Program:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        roles: Roles | None = None,
         on_piece: Callable[[Piece], None] | None = None,
     ) -> Job:
         path = TokenPath.empty(_checked(engine, self.name), self._namespace)
-        scope = Scope(engine, roles or Roles(engine), Trace(self.name), on_piece)
+        roles = self._roles.get(engine) or self._roles.setdefault(engine, Roles(engine))
+        scope = Scope(engine, roles, Trace(self.name), on_piece)
         return Job(self._function, scope, State(scope, path), args, kwargs)
 
 
