@@ -22,6 +22,9 @@ from phloem.runtime.prompts import encode_continuation, is_list
 from phloem.runtime.request import Phase, Request
 from phloem.runtime.sampling_params import SamplingParams
 
+_ANY = SamplingParams()
+"""Of children that generate nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -405,7 +408,7 @@ class Branch:
             self._core.check_length(
                 len(self) + len(ids), new_tokens=0, name=f"the path with continuations[{index}]"
             )
-        children = self._core.children(len(self), SamplingParams(), [make_sink() for _ in encoded])
+        children = self._core.children(len(self), _ANY, [make_sink() for _ in encoded])
         for child, ids in zip(children, encoded, strict=True):
             child.max_new_tokens, child.appended, child.is_scored = 0, ids, True
         return children

@@ -186,7 +186,9 @@ class Engine:
         Raises:
             InvalidRequest: The prompt is empty, too long, or of a wrong type.
         """
-        return Branch(self._core, self._job(prompt, None, namespace, None).path)
+        core = self._core
+        tokens = encode(prompt, core.tokenizer, vocab_size=core.model.vocab_size)
+        return Branch(core, core.new_path(tokens, namespace, name="prompt"))
 
     def branch_from_dict(self, state: Mapping[str, Any]) -> Branch:
         """Return the branch that `Branch.to_dict` described. Its KV comes from the cache, or is computed when needed.

@@ -15,6 +15,9 @@ Message: TypeAlias = Mapping[str, str]
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"
 """Text, token ids, or the messages of a chat (`{"role": ..., "content": ...}`), which the model's template turns into text."""
 
+_WORTH_NUMPY = 64
+"""Tokens from which on NumPy looks over an array sooner than Python does."""
+
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts, whether one was passed or several."""
@@ -80,8 +83,12 @@ def _checked_ids(ids: Sequence[int], vocab_size: int, name: str) -> array[int]:
     if not len(ids):
         raise InvalidRequest(f"{name} is empty; it needs at least one token", field=name)
     if isinstance(ids, array) and ids.typecode == "i":
-        whole = np.frombuffer(ids, dtype=np.int32)
-        if whole.min() >= 0 and whole.max() < vocab_size:
+        if len(ids) < _WORTH_NUMPY:
+            least, most = min(ids), max(ids)
+        else:
+            whole = np.frombuffer(ids, dtype=np.int32)
+            least, most = int(whole.min()), int(whole.max())
+        if least >= 0 and most < vocab_size:
             return ids[:]
     for index, token_id in enumerate(ids):
         if not isinstance(token_id, int) or isinstance(token_id, bool):

@@ -12,5 +12,5 @@ def plain(s, text=TEXT):
     s.gen("answer", **GREEDY)
 
 
-def run(engine, function, *args):
-    return program(function).run(engine, *args)
+def run(engine, function, *args, **kwargs):
+    return program(function).run(engine, *args, **kwargs)

@@ -29,7 +29,7 @@ class Fork:
     def __init__(self, parent: State, children: int | Sequence[str]) -> None:
         self._parent = parent
         self._texts: Sequence[str] | None = None if isinstance(children, int) else children
-        with located():
+        with located:
             self._count = _count_of(children)
         self._states: list[State] | None = None
 
@@ -72,7 +72,7 @@ class Fork:
         The first error ends the other children, and is raised.
         """
         states = self._opened()
-        with located(), ThreadPoolExecutor(min(len(states), MAX_THREADS)) as pool:
+        with located, ThreadPoolExecutor(min(len(states), MAX_THREADS)) as pool:
             futures = [pool.submit(function, state) for state in states]
             try:
                 failed = [
@@ -99,7 +99,7 @@ class Fork:
 
         With a `seed`, child i draws with seed + i, so that children which are still equal differ.
         """
-        with located():
+        with located:
             return self.each(lambda state: state.gen(name, **self._options_of(state, options)))
 
     async def agen(self, name: str | None = None, **options: Any) -> list[Any]:
@@ -114,7 +114,7 @@ class Fork:
 
     async def _open(self, calls: Calls) -> Fork:
         if self._states is not None:
-            with located():
+            with located:
                 raise ProgramError("a fork is entered once; fork again")
         self._states = await self._parent._fork_paths(calls, self._count)
         try:
@@ -127,7 +127,7 @@ class Fork:
 
     def _opened(self) -> list[State]:
         if self._states is None:
-            with located():
+            with located:
                 raise ProgramError("a fork has children inside of its `with` block: with s.fork(...) as kids")
         return self._states
 
@@ -137,10 +137,10 @@ class Fork:
 
 
 def _count_of(children: object) -> int:
-    if isinstance(children, Sequence) and not isinstance(children, str) and children:
-        return len(children)
     if isinstance(children, int) and not isinstance(children, bool) and children >= 1:
         return children
+    if isinstance(children, Sequence) and not isinstance(children, str) and children:
+        return len(children)
     raise InvalidRequest(
         f"a fork takes a number of at least 1, or a list of texts, not {children!r}", field="children"
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from phloem.runtime.errors import Cancelled, IncompleteOutput, InvalidRequest
@@ -41,6 +42,9 @@ class Spec:
 
     n: int
     heal: bool
+    options: Mapping[str, Any]
+    """Of `params`, by name."""
+
     params: SamplingParams
     parse: Callable[[str], Any]
     """From the text to the captured value."""
@@ -71,14 +75,14 @@ def check(want: Wanted) -> Spec:
         InvalidRequest: An option is unknown or out of range, or more than one grammar is given.
         GrammarError: The grammar's form is wrong.
     """
-    if unknown := set(want.sampling) - _OPTIONS:
+    if unknown := want.sampling.keys() - _OPTIONS:
         raise InvalidRequest(
             f"gen has no option {', '.join(sorted(unknown))}; there are name, n, regex, json, grammar, heal and "
             f"{', '.join(sorted(_OPTIONS))}",
             field=sorted(unknown)[0],
         )
     grammar = want.grammar
-    if sum(each is not None for each in (want.regex, want.json, grammar)) > 1:
+    if (want.regex, want.json, grammar).count(None) < 2:
         raise InvalidRequest("give one of regex, json and grammar, not several", field="grammar")
     parse: Callable[[str], Any] = str
     if want.regex is not None:
@@ -86,7 +90,21 @@ def check(want: Wanted) -> Spec:
     elif want.json is not None:
         grammar = Grammar.json_schema(want.json)
         parse = getattr(want.json, "model_validate_json", json_module.loads)
-    return Spec(want.n, want.heal, SamplingParams(**want.sampling, grammar=grammar), parse)
+    options = want.sampling if grammar is None else {**want.sampling, "grammar": grammar}
+    return Spec(want.n, want.heal, options, _params(options), parse)
+
+
+def _params(options: Mapping[str, Any]) -> SamplingParams:
+    try:
+        return _known_params(**options)
+    except TypeError:  # a list or a mapping among them, which can't be looked up
+        return SamplingParams(**options)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _known_params(**options: Any) -> SamplingParams:
+    """Return parameters that are checked once for all the times that a program, or a loop, asks for the same ones."""
+    return SamplingParams(**options)
 
 
 async def generate(path: TokenPath, calls: Calls, spec: Spec, on_text: OnText | None) -> list[Completion]:
@@ -96,7 +114,7 @@ async def generate(path: TokenPath, calls: Calls, spec: Spec, on_text: OnText | 
         PhloemError: The generation failed; the path is as it was.
     """
     seam = _cut_seam(path) if spec.heal and spec.params.max_tokens != 0 else _Seam()
-    params = _healing(spec.params, seam)
+    params = _healing(spec, seam)
     try:
         branch = await path.settle(calls)
         if spec.n == 1:
@@ -142,11 +160,11 @@ def _cut_seam(path: TokenPath) -> _Seam:
     return seam
 
 
-def _healing(params: SamplingParams, seam: _Seam) -> SamplingParams:
+def _healing(spec: Spec, seam: _Seam) -> SamplingParams:
     if not seam.ids:
-        return params
-    max_tokens = None if params.max_tokens is None else params.max_tokens + len(seam.ids)
-    return replace(params, heal=seam.text, max_tokens=max_tokens)
+        return spec.params
+    max_tokens = None if spec.params.max_tokens is None else spec.params.max_tokens + len(seam.ids)
+    return _params({**spec.options, "heal": seam.text, "max_tokens": max_tokens})
 
 
 def _drop_end(path: TokenPath, completion: Completion, seam: _Seam) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -17,7 +16,7 @@ from phloem.runtime.frontend.program.fork import Fork
 from phloem.runtime.frontend.program.generate import Wanted, check, generate
 from phloem.runtime.frontend.program.scope import Piece, Scope
 from phloem.runtime.frontend.program.tokens import TokenPath
-from phloem.runtime.frontend.program.trace import Step
+from phloem.runtime.frontend.program.trace import Recording
 from phloem.runtime.frontend.program.where import located
 from phloem.runtime.grammar import Grammar
 from phloem.runtime.outputs import Completion
@@ -131,7 +130,7 @@ class State:
 
     def render(self) -> str:
         """Return the exact prompt so far, special tokens included."""
-        with located():
+        with located:
             self._path.check()
         return self._path.engine.tokenizer.decode(self._path.ids, skip_special_tokens=False)
 
@@ -231,7 +230,7 @@ class State:
         Raises:
             UnknownCapture: Nothing was, under this name.
         """
-        with located():
+        with located:
             return captured(self._captures, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -251,7 +250,7 @@ class State:
         Raises:
             UnknownCapture: `gen` captured nothing under this name.
         """
-        with located():
+        with located:
             found: list[Completion] = captured(self._completions, name)
         return found
 
@@ -282,7 +281,7 @@ class State:
 
     def mark(self) -> Mark:
         """Return this place, for `rewind`."""
-        with located():
+        with located:
             self._path.check()
         seam = tuple(self._path.seam())
         fingerprint = self._path.fingerprint(len(self) - len(seam))
@@ -327,10 +326,8 @@ class State:
 
     # Parts of the above
 
-    @contextmanager
-    def _step(self, operation: str, name: str | None = None) -> Iterator[Step]:
-        with located(), self._scope.trace.step(operation, name or "", self._label) as step:
-            yield step
+    def _step(self, operation: str, name: str | None = None) -> Recording:
+        return self._scope.trace.step(operation, name or "", self._label)
 
     def _message(self, role: str, text: str) -> None:
         with self._step("text", role) as step:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from phloem.runtime.frontend.program.where import program_line
+from phloem.runtime.frontend.program.where import locate, program_line
 from phloem.runtime.outputs import Usage
 
 
@@ -54,29 +52,41 @@ class Step:
         self.out += usage.completion_tokens
 
 
+class Recording:
+    """The context of one step. A class, since a generator would cost as much again as the rest of the trace."""
+
+    __slots__ = ("_began_s", "_step")
+
+    def __init__(self, step: Step, began_s: float) -> None:
+        self._step = step
+        self._began_s = began_s
+
+    def __enter__(self) -> Step:
+        return self._step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._step.duration_s = time.perf_counter() - self._began_s
+        if error is not None:
+            self._step.error = type(error).__name__
+            locate(error)
+
+
 @dataclass(slots=True)
 class Trace:
-    """The steps of one run, in the order in which they began. Its states append to it, from any thread."""
+    """The steps of one run, in the order in which they began. Its states append to it, from any thread: a list's append is atomic."""
 
     program: str
     steps: list[Step] = field(default_factory=list)
     _began_s: float = field(default_factory=time.perf_counter)
-    _guard: threading.Lock = field(default_factory=threading.Lock)
 
-    @contextmanager
-    def step(self, operation: str, name: str, state: str) -> Iterator[Step]:
-        """Record what happens inside as one step."""
+    def step(self, operation: str, name: str, state: str) -> Recording:
+        """Record what happens inside of the returned context as one step, and locate the error that ends it, if any."""
         began_s = time.perf_counter()
         step = Step(operation, name, state, program_line(), began_s - self._began_s)
-        with self._guard:
-            self.steps.append(step)
-        try:
-            yield step
-        except BaseException as error:
-            step.error = type(error).__name__
-            raise
-        finally:
-            step.duration_s = time.perf_counter() - began_s
+        self.steps.append(step)
+        return Recording(step, began_s)
 
     @property
     def usage(self) -> Usage:

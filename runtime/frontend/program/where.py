@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 
 from phloem.runtime.errors import PhloemError
 
@@ -25,20 +23,27 @@ def program_line() -> str | None:
     if frame is None:
         return None
     code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, in {code.co_name}"
+    return f"{code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}, in {code.co_name}"
 
 
-@contextmanager
-def located() -> Iterator[None]:
-    """Add the program's line to an error of phloem's that is raised inside, unless it has one.
+def locate(error: BaseException | None) -> None:
+    """Add the program's line to an error of phloem's, unless it has one. The error's type stays."""
+    if isinstance(error, PhloemError) and error.program_line is None and (line := program_line()) is not None:
+        error.program_line = line
+        first, *others = error.args or ("",)
+        error.args = (f"{first} ({line})", *others)
 
-    The error's type stays. The line is looked up where the error arises, so nothing is spent when there is none.
-    """
-    try:
-        yield
-    except PhloemError as error:
-        if error.program_line is None and (line := program_line()) is not None:
-            error.program_line = line
-            first, *others = error.args or ("",)
-            error.args = (f"{first} ({line})", *others)
-        raise
+
+class Located:
+    """`with located:` adds the program's line to an error that is raised inside; nothing is spent when there is none."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        locate(error)
+
+
+located = Located()

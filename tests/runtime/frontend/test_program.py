@@ -276,6 +276,24 @@ def test_output_that_is_cut_off_where_it_may_end_is_no_error(tiny_engine: Engine
     assert len(run(tiny_engine, cut)["text"]) == 10
 
 
+def test_options_are_checked_in_every_call_also_where_equal_ones_were_taken_before(
+    tiny_engine: Engine,
+) -> None:
+    def write(s: State, **options: object) -> None:
+        s += TEXT
+        s.gen("text", **{"max_tokens": 1, "temperature": 0, "ignore_eos": True, **options})
+
+    for good, bad, field in (
+        ({"max_tokens": 1}, {"max_tokens": True}, "max_tokens"),
+        ({"temperature": 0}, {"temperature": False}, "temperature"),
+        ({"ignore_eos": True}, {"ignore_eos": 1}, "ignore_eos"),
+        ({"stop": ["x"], "logit_bias": {5: 1}}, {"stop": ["x"], "logit_bias": {5: "1"}}, "logit_bias"),
+    ):
+        run(tiny_engine, write, **good)
+        with pytest.raises(InvalidRequest, match=field):
+            run(tiny_engine, write, **bad)
+
+
 def test_a_grammar_that_is_wrong(tiny_engine: Engine) -> None:
     def wrong(s: State) -> None:
         s += TEXT
