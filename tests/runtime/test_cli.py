@@ -101,6 +101,8 @@ def test_bench_programs_counts_what_is_computed_and_writes_json(tiny_path: Path,
     assert max(found["greedy_excess"], found["sampled_excess"]) <= 16
     assert found["tree_computed"] <= 1.05 * found["tree_distinct"]
     assert found["tree_cold"] >= 5 * found["tree_computed"]
+    assert len(found["operations"]) == 10
+    assert output.count("Python time of") == 10
 
 
 def test_bench_reuse_measures_and_writes_json(tiny_path: Path, tmp_path: Path) -> None:
