@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 from live_server import LiveServer, live_server
-from sglang_programs import PhloemBackend, run, sgl
+from sglang_programs import METHODS, PhloemBackend, run, sgl
 
 from phloem.runtime import Engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
-METHODS = (
-    sgl.token_length_normalized,
-    sgl.greedy_token_selection,
-    sgl.unconditional_likelihood_normalized,
-)
 PLACES = [" in Europe", " in Asia", " in South America", " in Africa"]
 COUNTRIES = ["France", "Japan", "Peru", "Kenya"]
 
@@ -41,7 +36,7 @@ def place(s, country, method):
 def test_select_decides_as_in_the_process(server: LiveServer, endpoint: Any) -> None:
     inside = PhloemBackend(server.engine)
     decided = set()
-    for method in METHODS:
+    for method in METHODS.values():
         for country in COUNTRIES:
             there, here = (run(backend, place, country, method) for backend in (endpoint, inside))
             assert there["place"] == here["place"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from phloem.runtime import Engine, SamplingParams
@@ -11,6 +13,12 @@ PhloemBackend = pytest.importorskip("phloem.runtime.frontend.sglang").PhloemBack
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 TEXT = "the quick brown fox jumps over the lazy dog"
+CHOICES = [" yes, always", " no, never", " no, never again"]
+METHODS = {
+    "mean": sgl.token_length_normalized,
+    "greedy": sgl.greedy_token_selection,
+    "unconditional": sgl.unconditional_likelihood_normalized,
+}
 
 
 def run(backend, function, *args, **options):
@@ -28,3 +36,27 @@ def alone(engine: Engine, prompt, **options) -> str:
 @sgl.function
 def plain(s, text=TEXT):
     s += text + sgl.gen("answer", **GREEDY)
+
+
+@sgl.function
+def typed(s):
+    """Every way to say what a text must look like; see `check_typed`."""
+    schema = '{"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}'
+    s += TEXT
+    s += sgl.gen("regex", temperature=0, max_tokens=20, regex="[a-c]{2,4}-[0-9]{3}")
+    s += sgl.gen("int", temperature=0, max_tokens=4, dtype=int)
+    s += sgl.gen_int("same_int", temperature=0, max_tokens=4)
+    s += sgl.gen("float", temperature=0, max_tokens=4, dtype="float")
+    s += sgl.gen("bool", temperature=0, max_tokens=8, dtype=bool)
+    s += sgl.gen_string("str", temperature=0, max_tokens=8)
+    s += sgl.gen("json", temperature=0, max_tokens=30, json_schema=schema)
+
+
+def check_typed(state) -> None:
+    assert re.fullmatch("[a-c]{2,4}-[0-9]{3}", state["regex"])
+    assert re.fullmatch("[-+]?[0-9]+", state["int"])
+    assert re.fullmatch("[-+]?[0-9]+", state["same_int"])
+    assert re.fullmatch(r"[-+]?[0-9]*\.?[0-9]*", state["float"])
+    assert state["bool"] in ("True", "False")
+    assert state["str"].startswith('"')
+    assert state["json"] in ('{"n": 1}', '{"n": 2}')

@@ -1,16 +1,24 @@
 """SGLang's frontend over an engine: the real interpreter, and what its programs reuse."""
 
-import re
 from pathlib import Path
 
 import pytest
 from chat_models import TEMPLATES, make_chat_model
-from sglang_programs import GREEDY, TEXT, PhloemBackend, alone, plain, run, sgl
+from sglang_programs import (
+    CHOICES,
+    GREEDY,
+    METHODS,
+    TEXT,
+    PhloemBackend,
+    alone,
+    check_typed,
+    plain,
+    run,
+    sgl,
+    typed,
+)
 
 from phloem.runtime import Engine, Grammar, InvalidRequest, ProgramError, PromptTooLong, SamplingParams
-
-CHOICES = [" yes, always", " no, never", " no, never again"]
-
 
 # Generating
 
@@ -120,38 +128,14 @@ def test_log_probabilities(tiny_engine: Engine, backend: PhloemBackend) -> None:
 
 
 def test_regex_types_and_schemas(tiny_engine: Engine, backend: PhloemBackend) -> None:
-    schema = '{"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}'
-
-    def typed(s):
-        s += TEXT
-        s += sgl.gen("regex", temperature=0, max_tokens=20, regex="[a-c]{2,4}-[0-9]{3}")
-        s += sgl.gen("int", temperature=0, max_tokens=4, dtype=int)
-        s += sgl.gen_int("same_int", temperature=0, max_tokens=4)
-        s += sgl.gen("float", temperature=0, max_tokens=4, dtype="float")
-        s += sgl.gen("bool", temperature=0, max_tokens=8, dtype=bool)
-        s += sgl.gen_string("str", temperature=0, max_tokens=8)
-        s += sgl.gen("json", temperature=0, max_tokens=30, json_schema=schema)
-
-    state = run(backend, typed)
-    assert re.fullmatch("[a-c]{2,4}-[0-9]{3}", state["regex"])
+    state = run(backend, typed.func)
+    check_typed(state)
     assert state["regex"] == alone(
         tiny_engine, TEXT, max_tokens=20, ignore_eos=False, grammar=Grammar.regex("[a-c]{2,4}-[0-9]{3}")
     )
-    assert int(state["int"]) is not None
-    assert re.fullmatch("[-+]?[0-9]+", state["same_int"])
-    assert re.fullmatch(r"[-+]?[0-9]*\.?[0-9]*", state["float"])
-    assert state["bool"] in ("True", "False")
-    assert state["str"].startswith('"')
-    assert state["json"] in ('{"n": 1}', '{"n": 2}')
 
 
 # Choosing
-
-METHODS = {
-    "mean": sgl.token_length_normalized,
-    "greedy": sgl.greedy_token_selection,
-    "unconditional": sgl.unconditional_likelihood_normalized,
-}
 
 
 @pytest.mark.parametrize("name", METHODS)
