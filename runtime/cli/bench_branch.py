@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from phloem.runtime import Engine, SamplingParams
-from phloem.runtime.cli.bench_common import random_ids, verdict, write_json
+from phloem.runtime import Engine
+from phloem.runtime.cli.bench_common import DecodeStep, decode_step, random_ids, verdict, write_json
 
 FORK_LEN, NUM_FORKS = 4096, 1000
 SCORE_LEN, NUM_SCORED, SCORED_LEN = 2048, 32, 4
@@ -64,9 +64,9 @@ def _measure(engine: Engine, rounds: int, advance: Callable[[], None]) -> Branch
     for _ in range(rounds + 1):
         fork_s, copied = _fork(engine, draw)
         score_s = _score(engine, draw)
-        step_32, _ = _decode(engine, draw, NUM_SCORED, SCORE_LEN)
-        step_64, schedule_64 = _decode(engine, draw, NUM_RUNNING, 256)
-        found.append((fork_s, copied, score_s, step_32, step_64, schedule_64))
+        step_32 = _decode(engine, draw, NUM_SCORED, SCORE_LEN)
+        step_64 = _decode(engine, draw, NUM_RUNNING, 256)
+        found.append((fork_s, copied, score_s, step_32.seconds, step_64.seconds, step_64.scheduler_s))
         advance()
     columns = list(zip(*found[1:], strict=True))
     medians = [statistics.median(column) for column in columns]
@@ -105,20 +105,9 @@ def _score(engine: Engine, draw: random.Random) -> float:
         return time.perf_counter() - started
 
 
-def _decode(engine: Engine, draw: random.Random, count: int, length: int) -> tuple[float, float]:
-    """Return seconds of a decode step of `count` children of one branch, and of the scheduler's part in it."""
-    params = SamplingParams(max_tokens=DECODE_LEN, temperature=0, ignore_eos=True)
-    with engine.branch(random_ids(engine, draw, min(length, engine.max_model_len - DECODE_LEN))) as root:
-        root.next_token_logprobs(top=1)
-        before = engine.stats()
-        started = time.perf_counter()
-        kids = root.expand(count, params)
-        seconds = time.perf_counter() - started
-        after = engine.stats()
-        for kid in kids:
-            kid.release()
-    steps = after.steps - before.steps
-    return seconds / steps, (after.scheduler_s - before.scheduler_s) / steps
+def _decode(engine: Engine, draw: random.Random, count: int, length: int) -> DecodeStep:
+    prompt = random_ids(engine, draw, min(length, engine.max_model_len - DECODE_LEN))
+    return decode_step(engine, prompt, count, num_tokens=DECODE_LEN)
 
 
 def _table(result: BranchResult) -> Table:

@@ -115,6 +115,51 @@ def bench_replay(
     run_bench_replay(log, prompts, model, Console(), block_size=block_size, json_path=json_path)
 
 
+@bench_app.command("decode")
+def bench_decode(
+    model: ModelOption = "smollm2-135m",
+    rounds: RoundsOption = 5,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+    profile_path: ProfileOption = None,
+) -> None:
+    """Decode steps, first tokens and prefills beside the machine's limits; deterministic mode on and off."""
+    from phloem.runtime.cli.bench_common import Outputs
+    from phloem.runtime.cli.bench_decode import run_bench_decode
+
+    run_bench_decode(model, Console(), Outputs(json_path, plot_path, profile_path), rounds=rounds)
+
+
+@bench_app.command("grid")
+def bench_grid(
+    model: ModelOption = "smollm2-135m",
+    samples: Annotated[
+        int, typer.Option(help="Per cell; the default takes the better part of an hour.", min=1)
+    ] = 20,
+    prefix: Annotated[
+        list[int] | None,
+        typer.Option(help="Shared tokens; can be repeated. Default: 128, 512, 2048.", min=16),
+    ] = None,
+    output: Annotated[
+        list[int] | None, typer.Option(help="Generated tokens; can be repeated. Default: 1, 32, 256.", min=1)
+    ] = None,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+    profile_path: ProfileOption = None,
+) -> None:
+    """The cache experiment: prefix x output x cache on and off x others that evict; and three prompts that must not hit.
+
+    Exit code 1: one of them hit.
+    """
+    from phloem.runtime.cli.bench_common import Outputs
+    from phloem.runtime.cli.bench_grid import run_bench_grid
+    from phloem.runtime.cli.grid_measures import GridSizes
+
+    sizes = GridSizes(prefix or (128, 512, 2048), output or (1, 32, 256), samples=samples)
+    if not run_bench_grid(model, Console(), Outputs(json_path, plot_path, profile_path), sizes=sizes):
+        raise typer.Exit(1)
+
+
 @bench_app.command("chat")
 def bench_chat(
     model: ModelOption = "smollm2-135m",

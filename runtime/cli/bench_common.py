@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from phloem.runtime.cli.machine_limits import Limit, LimitSizes, measure_limits,
 from phloem.runtime.cli.plots import Bars, check_plot_path, write_plot
 from phloem.runtime.engine import Engine
 from phloem.runtime.models.config import ModelConfig
+from phloem.runtime.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,31 @@ class Outputs:
         """Write the results and the charts, when files were asked for."""
         write_json(self.json_path, results)
         write_plot(self.plot_path, title, charts)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """What a step took, on average over a generation."""
+
+    seconds: float
+    scheduler_s: float
+    """Of these: choosing, allocating, committing."""
+
+
+def decode_step(engine: Engine, prompt: list[int], count: int, *, num_tokens: int) -> DecodeStep:
+    """Decode `count` children of one prompt, which is computed before, by `num_tokens` tokens."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    with engine.branch(prompt) as root:
+        root.next_token_logprobs(top=1)
+        before = engine.stats()
+        started = time.perf_counter()
+        kids = root.expand(count, params)
+        seconds = time.perf_counter() - started
+        after = engine.stats()
+        for kid in kids:
+            kid.release()
+    steps = after.steps - before.steps
+    return DecodeStep(seconds / steps, (after.scheduler_s - before.scheduler_s) / steps)
 
 
 def random_ids(engine: Engine, draw: random.Random, length: int) -> list[int]:
