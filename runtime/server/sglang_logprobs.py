@@ -2,7 +2,8 @@
 
 SGLang's `select` scores the prompt with each choice behind it, from a token before the prompt's last one, and drops the first entry
 if the prompt ends with its text. So a token's text must be what it adds to the text: where characters consist of several tokens, the
-whole character stands with the last of them.
+whole character stands with the last of them. After a text of one or two tokens it asks from the first token on, which has no
+log-probability; two of its three methods fail on that.
 """
 
 from __future__ import annotations

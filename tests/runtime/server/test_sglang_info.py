@@ -58,6 +58,27 @@ def test_what_concerns_all_tenants_needs_the_admin_key(engine: Engine) -> None:
             assert ask("key-of-nobody", path).status_code == 401
 
 
+def test_nobody_ends_anothers_requests(engine: Engine) -> None:
+    with (
+        live_server(engine, api_keys=KEYS, admin_key=ADMIN) as server,
+        server.client(headers={"Authorization": f"Bearer {KEYS[0]}"}) as alice,
+        server.client(headers={"Authorization": f"Bearer {KEYS[1]}"}) as bob,
+    ):
+        endless = {"max_new_tokens": 4000, "ignore_eos": True}
+        body = {"text": "a", "rid": "mine", "stream": True, "sampling_params": endless}
+        with alice.stream("POST", "/generate", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            for order in ({"rid": "mine"}, {"abort_all": True}):
+                assert bob.post("/abort_request", json=order).status_code == 200
+            assert engine.stats().running == 1
+            with server.client(headers={"Authorization": f"Bearer {KEYS[0]}"}) as other:
+                other.post("/abort_request", json={"abort_all": True})
+            last = [line for line in lines if line][-2]
+        assert '"type":"abort"' in last
+        server.wait_until_idle()
+
+
 def test_a_draining_server_is_not_well(server: LiveServer) -> None:
     server.service.gate.draining = True
     try:
