@@ -17,8 +17,10 @@
 // and merge, taking what is kept and computing the rest.
 // The file is compiled with -ffp-contract=off: products and sums fuse where `fma` is written, nowhere else.
 //
-// On machines with AVX512-BF16 and bf16 queries and keys, the score's chain is over pairs of dims (VDPBF16PS).
+// On machines with AVX512-BF16 and bf16 queries and keys, the score's chain is over pairs of dims (VDPBF16PS). On machines with
+// AMX, such a span is computed in tiles of 16 rows, by an arithmetic of its own: see cpu_attention_amx.h.
 
+#include "cpu_attention_amx.h"
 #include "cpu_vectors.h"
 
 #include <algorithm>
@@ -177,37 +179,50 @@ namespace {
 
 inline int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
 
+// How a span is computed: by lanes of floats, by lanes of bf16 pairs, or by AMX tiles of them.
+enum Arithmetic { FLOATS, PAIRS, TILES };
+
 struct Scratch {
-  float *q, *scores, *panel, *values, *span_out, *merged_out, *span_max, *span_sum, *merged_max, *merged_sum;
+  float *span_out, *merged_out, *span_max, *span_sum, *merged_max, *merged_sum;
+  float *tiles, *q, *scores, *panel, *values;  // what TILES uses lies where the others have the rest
 
   Scratch(float* base, int dim) {
     auto take = [&](int count) { float* p = base; base += count; return p; };
-    q = take(TILE * dim), span_out = take(TILE * dim), merged_out = take(TILE * dim);
-    panel = take(PANEL * dim), values = take(PANEL * dim), scores = take(TILE * SPAN);
+    span_out = take(TILE * dim), merged_out = take(TILE * dim);
     span_max = take(TILE), span_sum = take(TILE), merged_max = take(TILE), merged_sum = take(TILE);
+    tiles = q = take(TILE * dim);
+    panel = take(PANEL * dim), values = take(PANEL * dim), scores = take(TILE * SPAN);
   }
-  static int64_t floats(int dim) { return int64_t(dim) * (3 * TILE + 2 * PANEL) + TILE * (SPAN + 4); }
+  static int64_t floats(int dim) {
+    int64_t rest = int64_t(dim) * (TILE + 2 * PANEL) + TILE * SPAN;
+#if PHLOEM_HAS_AMX
+    rest = std::max(rest, AmxSpan::scratch_floats(TILE, SPAN, dim));
+#endif
+    return int64_t(dim) * 2 * TILE + TILE * 4 + rest;
+  }
 };
 
-struct Visible { int begin, end; };  // half-open, as offsets into a span or a panel
-
 // Query rows of one KV head that read the same blocks.
-template <class T, class Q, bool Dot> struct Tile {
+template <class T, class Q, Arithmetic A> struct Tile {
   const PhloemAttention& a;
   const int tile, head, count, group, dim;
   const int64_t kv_len;
   const int32_t* const blocks;
-  const int32_t* const rows;
   const Scratch s;
   int64_t position[TILE];
+  int token[TILE], lane[TILE];  // of each query row: its token, and its head within the group
   Visible visible[TILE];  // of the current span
   bool is_merged[TILE] = {};
 
   Tile(const PhloemAttention& args, float* scratch, int tile_index, int kv_head)
       : a(args), tile(tile_index), head(kv_head), count(a.tile_count[tile]), group(a.num_q_heads / a.num_kv_heads),
         dim(padded(a.head_dim)), kv_len(a.kv_lens[a.tile_row[tile]]),
-        blocks(a.kv_indices + a.kv_indptr[a.tile_row[tile]]), rows(a.query_rows + a.tile_begin[tile]), s(scratch, dim) {
-    for (int m = 0; m < count; m++) position[m] = a.positions[rows[m] / group];
+        blocks(a.kv_indices + a.kv_indptr[a.tile_row[tile]]), s(scratch, dim) {
+    const int32_t* rows = a.query_rows + a.tile_begin[tile];
+    for (int m = 0; m < count; m++) {
+      token[m] = rows[m] / group, lane[m] = rows[m] % group;
+      position[m] = a.positions[token[m]];
+    }
   }
 
   // Spans in which some row sees a key. The rows of one plan row stand in order; those of several need not.
@@ -217,17 +232,21 @@ template <class T, class Q, bool Dot> struct Tile {
   }
   int64_t end_span() const { return *std::max_element(position, position + count) / SPAN + 1; }
   int64_t query_offset(int m) const {
-    return (int64_t(rows[m] / group) * a.num_q_heads + head * group + rows[m] % group) * a.head_dim;
+    return (int64_t(token[m]) * a.num_q_heads + head * group + lane[m]) * a.head_dim;
   }
   float* partial(int64_t span, int m) const {
-    const int64_t token = rows[m] / group, place = head * a.token_partial[a.num_tokens] + a.token_partial[token] + span;
-    return a.partials + (place * group + rows[m] % group) * (dim + 2);
+    const int64_t place = head * a.token_partial[a.num_tokens] + a.token_partial[token[m]] + span;
+    return a.partials + (place * group + lane[m]) * (dim + 2);
   }
 
   void load_queries() {
+#if PHLOEM_HAS_AMX
+    if constexpr (A == TILES)
+      return in_tiles().load_queries(count, [&](int m) { return static_cast<const Q*>(a.q) + query_offset(m); });
+#endif
     for (int m = 0; m < count; m++) {
       const Q* q = static_cast<const Q*>(a.q) + query_offset(m);
-      if constexpr (Dot) std::memcpy(s.q + m * dim, q, a.head_dim * sizeof(Q));
+      if constexpr (A == PAIRS) std::memcpy(s.q + m * dim, q, a.head_dim * sizeof(Q));
       else for (int d = 0; d < a.head_dim; d++) s.q[m * dim + d] = widen(q[d]);
     }
   }
@@ -262,10 +281,10 @@ template <class T, class Q, bool Dot> struct Tile {
     for (int key = begin; key < end; key += PANEL) {
       const bool is_last = key + PANEL >= end;
       locate(span * SPAN + (is_last ? begin : key + PANEL), is_last, next);
-      pack_keys<T, Dot>(keys, next, a.head_dim, s.panel);
+      pack_keys<T, A == PAIRS>(keys, next, a.head_dim, s.panel);
       in_row_blocks(0, count, [&](auto m_constant, int m) {
-        score_rows<m_constant(), Dot>(s.q + m * dim, dim, s.panel, Dot ? a.head_dim / 2 : a.head_dim,
-                                      s.scores + m * SPAN + key);
+        score_rows<m_constant(), A == PAIRS>(s.q + m * dim, dim, s.panel, A == PAIRS ? a.head_dim / 2 : a.head_dim,
+                                             s.scores + m * SPAN + key);
       });
       std::memcpy(keys, next, sizeof keys);
     }
@@ -340,9 +359,29 @@ template <class T, class Q, bool Dot> struct Tile {
     }
   }
 
+#if PHLOEM_HAS_AMX
+  AmxSpan in_tiles() const { return AmxSpan(s.tiles, TILE, SPAN, dim, a.scale, a.soft_cap); }
+
+  void run_span_in_tiles(int64_t span, Visible any) {
+    const T *keys[SPAN], *next[SPAN], *values[SPAN];
+    for (int key = any.begin / PANEL * PANEL; key < any.end; key += PANEL) {
+      locate(span * SPAN + key, 0, keys + key);
+      locate(span * SPAN + key, 1, values + key);
+    }
+    const bool has_next = (span + 1) * SPAN < kv_len;
+    for (int key = 0; has_next && key < SPAN; key += PANEL) locate((span + 1) * SPAN + key, 0, next + key);
+    const int64_t row_bytes = int64_t(a.num_kv_heads) * a.head_dim * sizeof(T);
+    in_tiles().run({keys, values, has_next ? next : nullptr, row_bytes, a.block_size % TILE_ROWS == 0}, visible, count, any,
+                   s.span_max, s.span_sum, s.span_out);
+  }
+#endif
+
   void run_span(int64_t span) {
     const Visible any = look(span);
     if (any.begin >= any.end) return;
+#if PHLOEM_HAS_AMX
+    if constexpr (A == TILES) return run_span_in_tiles(span, any);
+#endif
     const int begin = any.begin / PANEL * PANEL;
     score_span(span, begin, any.end);
     for (int m = 0; m < count; m++) weigh(m);
@@ -358,9 +397,11 @@ template <class T, class Q, bool Dot> struct Tile {
       std::memcpy(merged, out, sizeof(float) * dim);
       return;
     }
-    const float top = s.merged_max[m] > maximum ? s.merged_max[m] : maximum;
-    const float keep = exp_negative(s.merged_max[m] - top), add = exp_negative(maximum - top);
-    s.merged_max[m] = top;
+    // one of the two factors is exp(0)
+    const bool is_higher = maximum > s.merged_max[m];
+    const float other = exp_negative(is_higher ? s.merged_max[m] - maximum : maximum - s.merged_max[m]);
+    const float keep = is_higher ? other : 1.0f, add = is_higher ? 1.0f : other;
+    if (is_higher) s.merged_max[m] = maximum;
     s.merged_sum[m] = std::fma(sum, add, s.merged_sum[m] * keep);
     for (int d = 0; d < dim; d += LANES)
       store(merged + d, fma(load(out + d), splat(add), load(merged + d) * keep));
@@ -415,14 +456,19 @@ inline int thread_number() { return omp_get_thread_num(); }
 inline int thread_number() { return 0; }
 #endif
 
-template <class T, class Q, bool Dot> void attend(const PhloemAttention& a) {
+struct NoTiles {};
+
+template <class T, class Q, Arithmetic A> void attend(const PhloemAttention& a) {
   const int64_t num_tiles = a.num_tiles * a.num_kv_heads, num_items = a.num_items * a.num_kv_heads;
   const int64_t scratch_size = Scratch::floats(padded(a.head_dim));
   auto tile = [&](int index, int64_t i) {
-    return Tile<T, Q, Dot>(a, a.scratch + scratch_size * thread_number(), index, int(i % a.num_kv_heads));
+    return Tile<T, Q, A>(a, a.scratch + scratch_size * thread_number(), index, int(i % a.num_kv_heads));
   };
 #pragma omp parallel num_threads(a.num_threads) if (num_tiles + num_items > 1)
   {
+#if PHLOEM_HAS_AMX
+    std::conditional_t<A == TILES, AmxTiles, NoTiles> registers;
+#endif
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < num_items; i++)
       tile(a.item_tile[i / a.num_kv_heads], i).keep(a.item_span[i / a.num_kv_heads]);
@@ -442,13 +488,16 @@ int32_t phloem_tile_rows() { return TILE; }
 int32_t phloem_span_keys() { return SPAN; }
 
 void phloem_attend(const PhloemAttention* a) {
-#if defined(__AVX512BF16__)
-  constexpr bool DOT = true;
-#else
-  constexpr bool DOT = false;
+#if PHLOEM_HAS_AMX
+  if (a->kv_is_bf16 && a->q_is_bf16 && a->head_dim % STEP == 0 && a->head_dim <= MAX_DIM && amx_is_allowed()) return attend<bf16, bf16, TILES>(*a);
 #endif
-  if (a->kv_is_bf16) a->q_is_bf16 ? attend<bf16, bf16, DOT>(*a) : attend<bf16, float, false>(*a);
-  else a->q_is_bf16 ? attend<float, bf16, false>(*a) : attend<float, float, false>(*a);
+#if defined(__AVX512BF16__)
+  constexpr Arithmetic BF16 = PAIRS;
+#else
+  constexpr Arithmetic BF16 = FLOATS;
+#endif
+  if (a->kv_is_bf16) a->q_is_bf16 ? attend<bf16, bf16, BF16>(*a) : attend<bf16, float, FLOATS>(*a);
+  else a->q_is_bf16 ? attend<float, bf16, FLOATS>(*a) : attend<float, float, FLOATS>(*a);
 }
 
 // Copies each token's keys and values, row_bytes each, to its slot. Slots are not checked here: the plan was.

@@ -21,7 +21,9 @@ import torch
 SOURCES = tuple(
     Path(__file__).with_name(name) for name in ("cpu_attention.cpp", "cpu_ops.cpp", "cpu_linear.cpp")
 )
-HEADER = Path(__file__).with_name("cpu_vectors.h")
+HEADERS = tuple(
+    Path(__file__).with_name(name) for name in ("cpu_vectors.h", "cpu_amx.h", "cpu_attention_amx.h")
+)
 _COMPILERS = ("g++", "clang++", "c++")
 # no -ffast-math and no contraction: the order and the fusing of operations are what the source says
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
@@ -132,7 +134,7 @@ def _digest(compiler: list[str]) -> str:
     stat = program.stat()
     parts = [
         *(source.read_text() for source in SOURCES),
-        HEADER.read_text(),
+        *(header.read_text() for header in HEADERS),
         " ".join((*compiler, *_FLAGS, *_openmp_flags())),
         f"{program} {stat.st_size} {stat.st_mtime_ns}",
         _processor(),

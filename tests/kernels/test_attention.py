@@ -3,6 +3,7 @@
 import platform
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,13 +152,25 @@ def test_scores_of_any_size_stay_finite() -> None:
     assert error([out], paths.run(paths.backend("reference"), at_once([600]))) < 1e-3
 
 
-def test_nan_in_a_later_token_does_not_reach_an_earlier_one() -> None:
-    paths = Paths(SMALL, [100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_in_a_later_token_does_not_reach_an_earlier_one(value: float, dtype: torch.dtype) -> None:
+    paths = Paths(SMALL, [100], dtype=dtype)
     clean = paths.run(paths.backend("native"), at_once([100]))[0]
-    paths.kv[0][60:] = torch.nan
+    paths.kv[0][60:] = value
     dirty = paths.run(paths.backend("native"), at_once([100]))[0]
     assert torch.equal(dirty[:, :60], clean[:, :60])
-    assert dirty[:, 60:].isnan().all()
+    assert not dirty[:, 60:].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_before_the_window_does_not_reach_a_token(dtype: torch.dtype) -> None:
+    paths = Paths(replace(SMALL, windows=(20,)), [100], dtype=dtype)
+    clean = paths.run(paths.backend("native"), at_once([100]))[0]
+    paths.kv[0][:30] = torch.nan
+    dirty = paths.run(paths.backend("native"), at_once([100]))[0]
+    assert torch.equal(dirty[:, 49:], clean[:, 49:])
+    assert dirty[:, :49].isnan().all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
