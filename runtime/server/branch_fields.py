@@ -11,14 +11,14 @@ from phloem.runtime.grammar import Grammar
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.errors import invalid
 from phloem.runtime.server.openai_chat import ResponseFormat, format_grammar
-from phloem.runtime.server.openai_fields import SamplingFields, checked_n
+from phloem.runtime.server.openai_fields import SamplingFields
 from phloem.runtime.server.settings import ServerSettings
 
 
 class BranchGeneration(SamplingFields):
     """How a branch is gone on from."""
 
-    logprobs: int | None = Field(None, description="So many likeliest tokens beside each one.")
+    logprobs: int | None = Field(None, ge=0, description="So many likeliest tokens beside each one.")
     response_format: Annotated[ResponseFormat | None, Field(discriminator="type")] = None
     regex: str | None = Field(None, description="What the text is to be, as a regular expression.")
 
@@ -60,15 +60,7 @@ class GenerateRequest(BranchGeneration):
 class ExpandRequest(BranchGeneration):
     """A request of `/v1/branches/{branch_id}/expand`."""
 
-    n: int = Field(description="How many children; child i draws from (seed, i).")
-
-    def checked_n(self, settings: ServerSettings) -> int:
-        """Return how many children are to be made.
-
-        Raises:
-            ApiError: More than the server makes, or none.
-        """
-        return _at_least_one(checked_n(self.n, settings))
+    n: int = Field(ge=1, description="How many children; child i draws from (seed, i).")
 
 
 class ForkRequest(BaseModel):
@@ -76,16 +68,8 @@ class ForkRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    n: int = 1
-    at: int | None = Field(None, description="Fork after so many tokens of the path; None: at its end.")
-
-    def checked_n(self, settings: ServerSettings) -> int:
-        """Return how many forks are to be made.
-
-        Raises:
-            ApiError: More than the server makes, or none.
-        """
-        return _at_least_one(checked_n(self.n, settings))
+    n: int = Field(1, ge=1)
+    at: int | None = Field(None, ge=1, description="Fork after so many tokens of the path; null: at its end.")
 
 
 class ScoreRequest(BaseModel):
@@ -93,10 +77,4 @@ class ScoreRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    continuations: list[str | list[int]] = Field(description="Each as text or token ids.")
-
-
-def _at_least_one(n: int) -> int:
-    if n < 1:
-        raise invalid(f"n is {n}; it must be at least 1", "n")
-    return n
+    continuations: list[str | list[int]] = Field(min_length=1, description="Each as text or token ids.")

@@ -21,8 +21,8 @@ from phloem.runtime.errors import GrammarError
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.server.branch_fields import ExpandRequest, ForkRequest, GenerateRequest, ScoreRequest
 from phloem.runtime.server.branch_store import HeldBranch
-from phloem.runtime.server.errors import JsonAnswer, grammar_refused, invalid
-from phloem.runtime.server.openai_fields import StreamOptions, new_id, usage_dict
+from phloem.runtime.server.errors import JsonAnswer, grammar_refused
+from phloem.runtime.server.openai_fields import StreamOptions, checked_n, new_id, usage_dict
 from phloem.runtime.server.openai_logprobs import LEAST, CompletionLogprobs
 from phloem.runtime.server.openai_stream import openai_events
 from phloem.runtime.server.prompt_fields import PromptFields, TextFields, encoded
@@ -97,7 +97,7 @@ async def generate(
 @router.post("/{branch_id}/fork")
 async def fork(branch_id: str, body: ForkRequest, service: ServiceDep, tenant: TenantDep) -> JsonAnswer:
     """Fork the branch, at its end or at any token of its path. Its forks share all KV."""
-    n = body.checked_n(service.settings)
+    n = checked_n(body.n, service.settings)
     with service.branches.use(tenant, branch_id) as held, service.branches.room(tenant, n) as keep:
         source = held.branch if body.at is None else await held.branch.aat(body.at)
         kept = keep(await source.afork(n), held.id)
@@ -110,8 +110,6 @@ async def score(
 ) -> JsonAnswer:
     """Tell the log-probabilities of continuations. The branch stays as it is."""
     count = len(body.continuations)
-    if count == 0:
-        raise invalid("continuations is empty; it needs at least one", "continuations")
     with service.branches.use(tenant, branch_id) as held:
         service.gate.check(count)
         texts = {f"continuations[{index}]": each for index, each in enumerate(body.continuations)}
@@ -133,7 +131,7 @@ async def expand(
     branch_id: str, body: ExpandRequest, request: Request, service: ServiceDep, tenant: TenantDep
 ) -> JsonAnswer:
     """Generate several children, each on a branch of its own. The branch itself stays as it is."""
-    params, n = body.branch_params(service.settings), body.checked_n(service.settings)
+    params, n = body.branch_params(service.settings), checked_n(body.n, service.settings)
     with service.branches.use(tenant, branch_id) as held, service.branches.room(tenant, n) as keep:
         try:
             children = await service.work(request, n, lambda: held.branch.aexpand(n, params))

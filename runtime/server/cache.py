@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1/cache", tags=["cache"])
 class PinRequest(PromptFields):
     """A request of `/v1/cache/pins`."""
 
-    ttl: float = Field(DEFAULT_TTL_S, description="Seconds that the pin lives after each use.")
+    ttl: float = Field(DEFAULT_TTL_S, gt=0, description="Seconds that the pin lives after each use.")
 
 
 @router.post("/explain")
@@ -57,8 +57,8 @@ async def explain(body: PromptFields, service: ServiceDep, tenant: TenantDep) ->
 async def pin(body: PinRequest, request: Request, service: ServiceDep, tenant: TenantDep) -> JsonAnswer:
     """Compute a prompt where it is not cached, and keep its whole blocks from eviction."""
     limit = service.settings.max_pin_ttl_s
-    if not 0 < body.ttl <= limit:
-        raise invalid(f"ttl must be above 0 and at most {limit:g} seconds, not {body.ttl}", "ttl")
+    if body.ttl > limit:
+        raise invalid(f"ttl is {body.ttl}; a pin lives for at most {limit:g} seconds (max_pin_ttl_s)", "ttl")
     namespace = body.namespace(tenant)
     prompt = await body.prompt(service, namespace)
     with await asyncio.to_thread(service.engine.branch, prompt.tolist(), namespace=namespace) as branch:

@@ -77,3 +77,15 @@ def wait_until_running(server: LiveServer, count: int = 1) -> None:
     while server.engine.stats().running < count and time.monotonic() < deadline:
         time.sleep(0.002)
     assert server.engine.stats().running >= count
+
+
+def ids_at(client: httpx.Client, path: str) -> list[str]:
+    """What clients hold under a path: `/v1/branches` or `/v1/cache/pins`."""
+    return [each["id"] for each in client.get(path).json()["data"]]
+
+
+def delete_all(client: httpx.Client) -> None:
+    """Delete what clients hold."""
+    for path in ("/v1/branches", "/v1/cache/pins"):
+        for each in ids_at(client, path):
+            client.delete(f"{path}/{each}")

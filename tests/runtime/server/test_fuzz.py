@@ -9,7 +9,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live_server import LiveServer
+from live_server import LiveServer, delete_all
 
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 VALID: dict[str, dict[str, Any]] = {
@@ -56,6 +56,22 @@ VALID: dict[str, dict[str, Any]] = {
         ],
         "tools": [{"type": "function", **TOOL}], "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
     },
+    "/v1/branches": {
+        "cache_salt": "s", "tools": [{"type": "function", "function": TOOL}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "u"}]}, {"role": "assistant", "content": "a"}],
+    },
+    "/v1/branches/{branch_id}/append": {"token_ids": [5, 6]},
+    "/v1/branches/{branch_id}/generate": {
+        "max_tokens": 2, "logprobs": 1, "stream": True, "temperature": 0.5, "seed": 1, "stop": ["x"], "logit_bias": {"5": 1.0}, "top_k": 3,
+        "min_tokens": 1, "stop_token_ids": [3], "ignore_eos": True, "regex": "[a-z]+",
+    },
+    "/v1/branches/{branch_id}/expand": {
+        "n": 2, "max_tokens": 2, "logprobs": 1, "min_p": 0.1, "presence_penalty": 0.1, "response_format": {"type": "json_object"},
+    },
+    "/v1/branches/{branch_id}/fork": {"n": 2, "at": 1},
+    "/v1/branches/{branch_id}/score": {"continuations": ["ab", [5, 6]]},
+    "/v1/cache/explain": {"token_ids": [5, 6, 7], "cache_salt": "s"},
+    "/v1/cache/pins": {"text": "a" * 40, "ttl": 5.5, "cache_salt": "s"},
 }  # fmt: skip
 
 odd_text = st.sampled_from(
@@ -106,6 +122,7 @@ def test_an_odd_request_is_answered_or_refused(server: LiveServer, path: str) ->
         @given(bodies(path))
         def check(body: Any) -> None:
             answer = post(client, path, body)
+            delete_all(client)
             assert answer.status_code < 500, answer.text
             if answer.status_code >= 400:
                 assert answer.json()["error"]["message"]
@@ -117,6 +134,9 @@ def test_an_odd_request_is_answered_or_refused(server: LiveServer, path: str) ->
 
 
 def post(client: httpx.Client, path: str, body: Any) -> httpx.Response:
+    if "{branch_id}" in path:
+        opened = client.post("/v1/branches", json={"text": "ab"}).json()
+        path = path.format(branch_id=opened["id"])
     return client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
 
 
