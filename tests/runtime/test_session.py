@@ -289,6 +289,29 @@ def test_async_twins(tiny_engine: Engine, session: Session) -> None:
     assert asyncio.run(main()) == [expected.text] * 3
 
 
+@pytest.mark.parametrize("pieces_before", [0, 1])
+def test_an_abort_of_an_async_turn_keeps_what_there_is(session: Session, pieces_before: int) -> None:
+    async def main() -> None:
+        long = SamplingParams(max_tokens=500, ignore_eos=True, seed=1)
+        stream = session.asay("hello", params=long)
+        pieces = []
+        if not pieces_before:
+            stream.abort()
+        async for piece in stream:
+            pieces.append(piece)
+            stream.abort()
+        assert stream.turn.finish_reason == "abort"
+        assert "".join(pieces) == stream.turn.text == session.turns[0].text
+        assert len(stream.turn.completions[0].token_ids) < 500
+        stream.abort()  # after the end: nothing
+        assert session.turns == (stream.turn,)
+
+    asyncio.run(main())
+    ids = session.token_ids
+    # An answer that was aborted before its first step has computed nothing.
+    assert session.say("and").usage.cached_tokens == (len(ids) - 1 if pieces_before else 0)
+
+
 def test_a_cancelled_async_turn_has_not_been(session: Session) -> None:
     async def main() -> None:
         long = SamplingParams(max_tokens=700, ignore_eos=True)

@@ -11,6 +11,7 @@ from chat_models import TEMPLATES, make_chat_model
 
 from phloem.runtime import Engine, Grammar, InvalidRequest, PromptTooLong, SamplingParams, ToolFailed
 from phloem.runtime.frontend.session import Session, Toolbox, ToolCall
+from phloem.runtime.frontend.session.tools import calls_in
 
 SAMPLED = SamplingParams(temperature=1, seed=5, max_tokens=12, ignore_eos=True)
 FORCED = SamplingParams(temperature=1, seed=5, max_tokens=140, ignore_eos=True)
@@ -87,6 +88,12 @@ def session(tiny_engine: Engine) -> Iterator[Session]:
         ),
         ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}', [("add", {"a": 1, "b": 2})]),
         ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]', [("add", {"a": 1, "b": 2})]),
+        ('Sure.[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}', [("add", {"a": 1, "b": 2})]),
+        ('[TOOL_CALLS]add[CALL_ID]x12345678[ARGS] {"a": 1, "b": 2}', [("add", {"a": 1, "b": 2})]),
+        (
+            '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}\n[TOOL_CALLS]colour[ARGS]{"name": "red"}',
+            [("add", {"a": 1, "b": 2}), ("colour", {"name": "red"})],
+        ),
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', [("add", {"a": 1, "b": 2})]),
         ('{"name": "add", "parameters": {"a": 1, "b": 2}}', [("add", {"a": 1, "b": 2})]),
         ('{"name": "Ann", "age": 3}', []),
@@ -98,6 +105,31 @@ def session(tiny_engine: Engine) -> Iterator[Session]:
 def test_calls_are_read_in_every_format(text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     assert BOX.parse(text) == tuple(ToolCall(name, arguments) for name, arguments in calls)
     assert Toolbox().parse(text) == ()
+
+
+def test_a_mark_inside_of_an_argument_is_text() -> None:
+    words = {"word": "[TOOL_CALLS]a[ARGS]{"}
+    found = calls_in(f"[TOOL_CALLS]spell[ARGS]{json.dumps(words)}[TOOL_CALLS]add[ARGS]{{}}", ["spell", "add"])
+    assert found == [ToolCall("spell", words), ToolCall("add", {})]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[TOOL_CALLS]", "the call is no name[ARGS]"),
+        ("[TOOL_CALLS]add", "the call is no name[ARGS]"),
+        ('[TOOL_CALLS]add[ARGS]{"a": 1', "the call is no name[ARGS]"),
+        ("[TOOL_CALLS]add[ARGS]" + '{"a":' * 100_000, "the call is no name[ARGS]"),
+        ("[TOOL_CALLS]add[ARGS][1, 2]", "a call is"),
+        ("[TOOL_CALLS][ARGS]{}", "the call is no JSON"),
+        ('[TOOL_CALLS]sub[ARGS]{"a": 1}', "there is no tool 'sub'"),
+        ("<tool_call>" + "[" * 100_000, "the call is no JSON"),
+    ],
+)
+def test_a_call_behind_a_mark_that_is_none_says_why(text: str, problem: str) -> None:
+    [call] = BOX.parse(text)
+    assert call.problem is not None
+    assert problem in call.problem
 
 
 @pytest.mark.parametrize(
@@ -377,6 +409,31 @@ def test_a_tool_that_is_interrupted_is_not_called_again(tiny_engine: Engine) -> 
         assert called == [True]
         assert [result.content for result in stream.turn.tool_results] == ["not called: the turn was aborted"]
         assert session.turns == (stream.turn,)
+
+
+def test_an_async_turn_that_a_tool_aborts_calls_no_other(tiny_engine: Engine) -> None:
+    called = []
+
+    async def leave(x: int) -> str:
+        """End the turn.
+
+        Args:
+            x: A number.
+        """
+        called.append(x)
+        stream.abort()
+        return "bye"
+
+    calls = always("".join(written("leave", {"x": x}) for x in range(3)))
+    with tiny_engine.session(tools=[leave], params=calls) as session:
+        stream = session.asay("hello")
+        turn = asyncio.run(stream.result())
+        assert called == [0]
+        assert [each.content for each in turn.tool_results] == [
+            "bye",
+            *["not called: the turn was aborted"] * 2,
+        ]
+        assert session.turns == (turn,)
 
 
 def test_tool_calls_survive_saving(tiny_engine: Engine, session: Session) -> None:

@@ -24,7 +24,7 @@ _OPTIONS = frozenset(field.name for field in fields(SamplingParams)) - {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """The arguments of one call of `gen`, as they came."""
 
@@ -36,7 +36,7 @@ class Wanted:
     sampling: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Spec:
     """The same, checked."""
 
@@ -135,7 +135,7 @@ async def generate(path: TokenPath, calls: Calls, spec: Spec, on_text: OnText | 
     return completions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Seam:
     """The end of the text that is left to the model to tokenise anew."""
 

@@ -169,7 +169,8 @@ class Session:
         self, text: str, *, params: SamplingParams | None = None, tool_choice: ToolChoice = "auto"
     ) -> AsyncTurnStream:
         """Do as `say`, for an event loop: `await session.asay(text)` is the turn, `async for` gives the text."""
-        return AsyncTurnStream(self._steps(text, params, tool_choice, threading.Event()), self.config.toolbox)
+        aborted = threading.Event()
+        return AsyncTurnStream(self._steps(text, params, tool_choice, aborted), self.config.toolbox, aborted)
 
     # Going back and aside
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
-from contextlib import aclosing
 from threading import Event
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ from phloem.runtime.errors import Cancelled
 from phloem.runtime.frontend.session.messages import ToolCall, ToolResult, Turn
 from phloem.runtime.frontend.session.steps import Ask, Steps
 from phloem.runtime.frontend.session.tools import Toolbox
-from phloem.runtime.generation import Generation
+from phloem.runtime.generation import AsyncGeneration, Generation
 from phloem.runtime.outputs import Completion
 
 Value = TypeVar("Value")
@@ -110,9 +109,7 @@ class TurnStream:
         return ""
 
     def _result(self, call: ToolCall) -> ToolResult:
-        if self._aborted.is_set():
-            return ToolResult(call, "not called: the turn was aborted", is_error=True)
-        return self._toolbox.run(call)
+        return _not_called(call) if self._aborted.is_set() else self._toolbox.run(call)
 
     def _advance(self, outcome: Completion | ToolResult | None) -> None:
         found = _advance(self._steps, outcome)
@@ -128,9 +125,11 @@ class AsyncTurnStream:
     A cancelled wait undoes the turn. What works on the session itself runs in a thread, so that the loop never waits for a step.
     """
 
-    def __init__(self, steps: Steps, toolbox: Toolbox) -> None:
+    def __init__(self, steps: Steps, toolbox: Toolbox, aborted: Event) -> None:
         self._steps = steps
         self._toolbox = toolbox
+        self._aborted = aborted
+        self._generation: AsyncGeneration | None = None
         self._turn: Turn | None = None
         self._pieces = self._run()
 
@@ -160,16 +159,25 @@ class AsyncTurnStream:
                 pass
         return self.turn
 
+    def abort(self) -> None:
+        """See :meth:`TurnStream.abort`."""
+        self._aborted.set()
+        if self._generation is not None:
+            self._generation.abort()
+
     async def _run(self) -> AsyncGenerator[str, None]:
         try:
             command = await _in_thread(_advance, self._steps, None)
             while not isinstance(command, Turn):
                 outcome: Completion | ToolResult | None = None
                 if isinstance(command, ToolCall):
-                    outcome = await self._toolbox.arun(command)
+                    aborted = self._aborted.is_set()
+                    outcome = _not_called(command) if aborted else await self._toolbox.arun(command)
                 else:
-                    async with aclosing(command.branch.astream(command.params)) as chunks:
-                        async for chunk in chunks:
+                    async with await command.branch.asubmit(command.params) as self._generation:
+                        if self._aborted.is_set():
+                            self._generation.abort()
+                        async for chunk in self._generation:
                             if chunk.text:
                                 yield chunk.text
                             outcome = chunk.completion
@@ -177,6 +185,10 @@ class AsyncTurnStream:
             self._turn = command
         finally:
             self._steps.close()
+
+
+def _not_called(call: ToolCall) -> ToolResult:
+    return ToolResult(call, "not called: the turn was aborted", is_error=True)
 
 
 def _advance(steps: Steps, outcome: Completion | ToolResult | None) -> Ask | ToolCall | Turn:

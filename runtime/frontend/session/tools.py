@@ -100,8 +100,8 @@ class Toolbox:
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         """Return the calls in an answer; one that can't be made says what the problem is.
 
-        Read are the formats `<tool_call>{...}</tool_call>` (Hermes, Qwen, SmolLM2), `[TOOL_CALLS] [...]` (Mistral), and an answer
-        that is nothing but a JSON object with the name of a tool (Llama 3).
+        Read are the formats `<tool_call>{...}</tool_call>` (Hermes, Qwen, SmolLM2), `[TOOL_CALLS] [...]` and
+        `[TOOL_CALLS]name[ARGS]{...}` (Mistral), and an answer that is nothing but a JSON object with the name of a tool (Llama 3).
         """
         if not self._tools:
             return ()
@@ -212,7 +212,8 @@ def calls_in(text: str, names: Collection[str]) -> list[ToolCall]:
         bodies = [part.partition("</tool_call>")[0] for part in text.split("<tool_call>")[1:]]
         return [call for body in bodies for call in _calls_of(body)]
     if "[TOOL_CALLS]" in text:
-        return _calls_of(text.partition("[TOOL_CALLS]")[2])
+        body = text.partition("[TOOL_CALLS]")[2]
+        return _calls_of(body) if body.lstrip().startswith(("[", "{")) else _named_calls(body)
     alone = text.strip().removeprefix("<|python_tag|>").strip()
     if not alone.startswith("{"):
         return []
@@ -224,9 +225,29 @@ def _calls_of(body: str) -> list[ToolCall]:
     """Read one call, or a list of them."""
     try:
         found = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return [ToolCall("", problem=f"the call is no JSON ({error}): {body.strip()!r}")]
     return [_call_of(each) for each in (found if isinstance(found, list) else [found])]
+
+
+def _named_calls(body: str) -> list[ToolCall]:
+    """Read `name[ARGS]{...}`, once or several times with `[TOOL_CALLS]` in between; `[CALL_ID]` and an id may follow the name."""
+    calls: list[ToolCall] = []
+    more = True
+    while more:
+        head, _, rest = body.partition("[ARGS]")
+        rest = rest.lstrip()
+        try:
+            arguments, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            return [
+                *calls,
+                ToolCall("", problem=f"the call is no name[ARGS]{{...}} ({error}): {body.strip()!r}"),
+            ]
+        calls.append(_call_of({"name": head.partition("[CALL_ID]")[0].strip(), "arguments": arguments}))
+        _, mark, body = rest[end:].partition("[TOOL_CALLS]")
+        more = bool(mark)
+    return calls
 
 
 def _call_of(found: object) -> ToolCall:
