@@ -62,7 +62,7 @@ def encode_continuation(
         InvalidRequest: It is empty, of a wrong type, or has ids outside of the vocabulary. The message starts with `name`.
     """
     if isinstance(continuation, str):
-        ids: Sequence[int] = tokenizer.encode(continuation, add_special_tokens=False)
+        ids: Sequence[int] = tokenizer.encode_continuation(continuation)
     else:
         ids = continuation
     return _checked_ids(ids, vocab_size, name)

@@ -139,6 +139,30 @@ class Tokenizer:
             return ids[1:]
         return ids
 
+    def encode_continuation(self, text: str, *, parse_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text that goes on from another one: it alone, and without a space that it does not have.
+
+        SentencePiece's vocabularies put one before every text that is encoded.
+
+        Raises:
+            InvalidRequest: As `encode`.
+        """
+        anchor = self._anchor
+        if not anchor or not isinstance(text, str):
+            return self.encode(text, add_special_tokens=False, parse_special_tokens=parse_special_tokens)
+        before, whole = (
+            self.encode(each, add_special_tokens=False, parse_special_tokens=parse_special_tokens)
+            for each in (anchor, anchor + text)
+        )
+        return whole[len(before) :]
+
+    @cached_property
+    def _anchor(self) -> str:
+        """A character that takes the space before it away from a text, and joins with nothing; empty where no space is put before texts."""
+        alone = self.backend.encode("a", add_special_tokens=False)
+        is_spaced = "".join(alone.tokens) != "a"
+        return "\0" if is_spaced and self.backend.token_to_id("<0x00>") in self.byte_token_ids else ""
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

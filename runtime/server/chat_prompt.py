@@ -128,7 +128,7 @@ class Prompter:
         elif tools:
             known = self._tell_of_tools(plain, known, tool_text([ordered(tool) for tool in tools]))
         token_ids = self._engine.tokenizer.encode_chat(plain, template_options=options, answers=known)
-        begun_ids = self._engine.tokenizer.encode(begun, add_special_tokens=False, parse_special_tokens=False)
+        begun_ids = self._engine.tokenizer.encode_continuation(begun, parse_special_tokens=False)
         return ChatPrompt(token_ids + begun_ids, digest, begun, tuple(begun_ids))
 
     def remember(

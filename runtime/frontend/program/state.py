@@ -395,7 +395,7 @@ class State:
             return scores
 
     def _encode(self, text: str) -> list[int]:
-        return self._path.engine.tokenizer.encode(text, add_special_tokens=False)
+        return self._path.engine.tokenizer.encode_continuation(text)
 
     async def _pin(self, calls: Calls, ttl: float) -> int:
         with self._step("pin"):

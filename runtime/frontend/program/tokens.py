@@ -68,19 +68,23 @@ class TokenPath:
             InvalidRequest: No UTF-8 can hold it.
             PromptTooLong: The path would leave no room for a token more.
         """
+        tokenizer = self.engine.tokenizer
         if text:
-            self.append(self.engine.tokenizer.encode(text, add_special_tokens=not self.ids), is_text=True)
+            self.append(
+                tokenizer.encode_continuation(text) if self.ids else tokenizer.encode(text), is_text=True
+            )
 
     def append_scored(self, ids: Sequence[int]) -> None:
-        """Append a continuation that the settled branch has just scored, whose KV is in the cache therefore.
+        """Append a continuation that the settled branch has just scored, whose KV is in the cache therefore, but for its last token's.
 
         Raises:
             PromptTooLong: The path would leave no room for a token more.
         """
         self.append(ids, is_text=False)
-        # A branch goes on from what it holds itself; one that holds nothing yet takes all that the cache has of its path.
-        self._take(self.engine.branch(self.ids, namespace=self.namespace))
-        self.num_synced = len(self.ids)
+        if len(ids) > 1:
+            # The branch goes on from what it holds itself; one that holds nothing yet takes all that the cache has of its path.
+            self._take(self.engine.branch(self.ids, namespace=self.namespace))
+            self.num_synced = len(self.ids)
 
     def cut(self, length: int) -> None:
         """Forget the tokens from `length` on."""

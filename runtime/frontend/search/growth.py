@@ -219,7 +219,7 @@ class Growth:
         return families
 
     def _proposed_child(self, parent: Node, index: int, text: str) -> Node:
-        ids = self._tree.engine.tokenizer.encode(text, add_special_tokens=False)
+        ids = self._tree.engine.tokenizer.encode_continuation(text)
         if not ids:
             raise InvalidRequest(f"the function of Propose gave {text!r} for node {parent.name}", field="step")  # fmt: skip
         return _child(parent, index, ids)

@@ -124,7 +124,7 @@ def _before_stop(ids: list[int], text: str, engine: Engine) -> list[int]:
 
 
 def _plain_ids(text: str, engine: Engine) -> list[int]:
-    return engine.tokenizer.encode(text, add_special_tokens=False, parse_special_tokens=False)
+    return engine.tokenizer.encode_continuation(text, parse_special_tokens=False)
 
 
 def check_ask(text: object, params: object, tool_choice: object, toolbox: Toolbox) -> None:

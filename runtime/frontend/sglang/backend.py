@@ -153,7 +153,7 @@ class PhloemBackend(BaseBackend):  # type: ignore[misc]
         tokenizer = self._engine.tokenizer
         with self._paths.following(s) as held:
             _check_choices(choices, temperature)
-            encoded = [tokenizer.encode(choice, add_special_tokens=False) for choice in choices]
+            encoded = [tokenizer.encode_continuation(choice) for choice in choices]
             scores = held.settled().score(encoded)
             alone = (
                 [self._alone(ids) for ids in encoded]

@@ -1,29 +1,20 @@
 """Text that ends inside a word goes on as if it had been tokenised with what follows (BEHAVIOURS 38)."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_model import make_tiny_model
+from merging_model import SCHEME, SLASHES, make_merging_model
 
 from phloem.runtime import Engine, InvalidRequest, SamplingParams
 from phloem.runtime.frontend.program import Run, State, program
 
-SLASHES, SCHEME, TP = 253, 254, 255  # in place of bytes that no UTF-8 has
 TEXT = "see http:"
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    """A tiny model whose tokenizer joins some bytes: "//", "://" and "tp"."""
-    path = make_tiny_model(tmp_path / "model")
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
-    vocabulary = {token: each for token, each in tokenizer["model"]["vocab"].items() if each < SLASHES}
-    tokenizer["model"]["vocab"] = {**vocabulary, "//": SLASHES, "://": SCHEME, "tp": TP}
-    tokenizer["model"]["merges"] = [["/", "/"], [":", "//"], ["t", "p"]]
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with Engine(path, dtype="float32", num_blocks=64) as engine:
+    with Engine(make_merging_model(tmp_path / "model"), dtype="float32", num_blocks=64) as engine:
         yield engine
         engine.check()
         assert engine.stats().cache.locked == 0
