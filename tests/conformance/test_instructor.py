@@ -1,6 +1,5 @@
 """instructor on the server: pydantic models from answers, as JSON and as calls of a tool, whole and in parts."""
 
-import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -8,10 +7,6 @@ import pytest
 from live_server import LiveServer
 from openai import OpenAI
 from pydantic import BaseModel
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what it imports is not ours
-    instructor = pytest.importorskip("instructor", reason="needs instructor (requirements-clients.txt)")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -25,8 +20,13 @@ class Place(BaseModel):
     is_capital: bool
 
 
+@pytest.fixture(scope="module")
+def instructor() -> Any:
+    return pytest.importorskip("instructor", reason="needs instructor (requirements-clients.txt)")
+
+
 @pytest.fixture(params=["JSON_SCHEMA", "TOOLS", "TOOLS_STRICT"])
-def client(request: pytest.FixtureRequest, server: LiveServer) -> Iterator[Any]:
+def client(request: pytest.FixtureRequest, server: LiveServer, instructor: Any) -> Iterator[Any]:
     with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=30) as client:
         yield instructor.from_openai(client, mode=instructor.Mode[request.param])
 
@@ -40,7 +40,7 @@ def test_an_answer_is_an_object(client: Any) -> None:
     assert whole.usage.completion_tokens > 0
 
 
-def test_an_object_comes_in_parts(client: Any) -> None:
+def test_an_object_comes_in_parts(client: Any, instructor: Any) -> None:
     question = {
         "model": "tiny",
         "messages": QUESTION,

@@ -1,7 +1,6 @@
 """langchain-openai on the server: answers, streams, batches, tools, structured output, completions."""
 
 import asyncio
-import warnings
 from typing import Any, Literal
 
 import pytest
@@ -9,12 +8,6 @@ from live_server import LiveServer
 from pydantic import BaseModel
 
 from phloem.runtime import SamplingParams
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what it imports is not ours
-    langchain_openai = pytest.importorskip(
-        "langchain_openai", reason="needs langchain-openai (the extra `clients`)"
-    )
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -28,6 +21,11 @@ class Place(BaseModel):
     is_capital: bool
 
 
+@pytest.fixture(scope="module")
+def langchain() -> Any:
+    return pytest.importorskip("langchain_openai", reason="needs langchain-openai (the extra `clients`)")
+
+
 def options(server: LiveServer, **more: Any) -> dict[str, Any]:
     return {
         "base_url": f"{server.url}/v1", "api_key": "any", "model": "tiny", "temperature": 0, "max_retries": 0, "timeout": 30, **more
@@ -35,8 +33,8 @@ def options(server: LiveServer, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def chat(server: LiveServer) -> Any:
-    return langchain_openai.ChatOpenAI(**options(server, max_tokens=12))
+def chat(server: LiveServer, langchain: Any) -> Any:
+    return langchain.ChatOpenAI(**options(server, max_tokens=12))
 
 
 def test_answers_streams_and_batches(server: LiveServer, chat: Any) -> None:
@@ -52,14 +50,14 @@ def test_answers_streams_and_batches(server: LiveServer, chat: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_an_answer_is_an_object(server: LiveServer, method: str) -> None:
-    chat = langchain_openai.ChatOpenAI(**options(server))
+def test_an_answer_is_an_object(server: LiveServer, langchain: Any, method: str) -> None:
+    chat = langchain.ChatOpenAI(**options(server))
     place = chat.with_structured_output(Place, method=method).invoke(QUESTION)
     assert place.city in ("Paris", "Rome")
     assert type(place.is_capital) is bool
 
 
-def test_a_tool_is_called_and_its_result_answered(server: LiveServer) -> None:
+def test_a_tool_is_called_and_its_result_answered(server: LiveServer, langchain: Any) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
 
@@ -68,7 +66,7 @@ def test_a_tool_is_called_and_its_result_answered(server: LiveServer) -> None:
         """Look a city up."""
         return f"{city} has a museum"
 
-    chat = langchain_openai.ChatOpenAI(**options(server, max_tokens=200))
+    chat = langchain.ChatOpenAI(**options(server, max_tokens=200))
     question = HumanMessage(QUESTION)
     # Strict: otherwise the random model may go on with arguments of its own.
     call = chat.bind_tools([look_up], tool_choice="any", strict=True).invoke([question])
@@ -79,8 +77,8 @@ def test_a_tool_is_called_and_its_result_answered(server: LiveServer) -> None:
     assert chat.bind_tools([look_up]).invoke([question, call, result]).content is not None
 
 
-def test_completions(server: LiveServer) -> None:
-    llm = langchain_openai.OpenAI(**options(server, max_tokens=8))
+def test_completions(server: LiveServer, langchain: Any) -> None:
+    llm = langchain.OpenAI(**options(server, max_tokens=8))
     [done] = server.engine.generate(QUESTION, SamplingParams(max_tokens=8, temperature=0))
     assert llm.invoke(QUESTION) == done.text
     assert "".join(llm.stream(QUESTION)) == done.text

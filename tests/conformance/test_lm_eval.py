@@ -1,8 +1,8 @@
 """lm-eval's `local-completions` on the server: the log-likelihoods of transformers, and the engine's generations."""
 
 import json
-import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,6 @@ import torch
 from live_server import LiveServer, live_server
 
 from phloem.runtime import Engine, SamplingParams
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what it imports is not ours
-    completions = pytest.importorskip(
-        "lm_eval.models.openai_completions", reason="needs lm-eval (the extra `clients`)"
-    )
-    from lm_eval.api.instance import Instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.filterwarnings("ignore")]
 
@@ -47,23 +40,33 @@ def items() -> list[tuple[str, str]]:
     return pairs[:NUM_ITEMS]
 
 
-def make_client(server: LiveServer, path: Path, **options: Any) -> Any:
-    return completions.LocalCompletionsAPI(
-        base_url=f"{server.url}/v1/completions", model="smollm2", tokenizer=str(path), tokenizer_backend="huggingface", **options
-    )  # fmt: skip
+@pytest.fixture
+def make_client(server: LiveServer, smollm2_path: Path) -> Any:
+    models = pytest.importorskip(
+        "lm_eval.models.openai_completions", reason="needs lm-eval (the extra `clients`)"
+    )
+    return partial(
+        models.LocalCompletionsAPI,
+        base_url=f"{server.url}/v1/completions",
+        model="smollm2",
+        tokenizer=str(smollm2_path),
+        tokenizer_backend="huggingface",
+    )
 
 
 def requests(kind: str, arguments: list[Any]) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
     return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
 
 
 def test_the_log_likelihoods_are_those_of_transformers(
-    server: LiveServer, smollm2_path: Path, items: list[tuple[str, str]]
+    make_client: Any, smollm2_path: Path, items: list[tuple[str, str]]
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     assert len(items) == NUM_ITEMS
-    client = make_client(server, smollm2_path, batch_size=8)
+    client = make_client(batch_size=8)
     found = client.loglikelihood(requests("loglikelihood", items), disable_tqdm=True)
     model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
     for (context, continuation), (total, is_greedy) in zip(items, found, strict=True):
@@ -81,22 +84,20 @@ def test_the_log_likelihoods_are_those_of_transformers(
     assert any(is_greedy for _, is_greedy in found), "or the flag shows nothing"
 
 
-def test_many_requests_at_once_and_text_give_the_same(
-    server: LiveServer, smollm2_path: Path, items: list[tuple[str, str]]
-) -> None:
+def test_many_requests_at_once_and_text_give_the_same(make_client: Any, items: list[tuple[str, str]]) -> None:
     some = requests("loglikelihood", items[:6])
-    one = make_client(server, smollm2_path).loglikelihood(some, disable_tqdm=True)
+    one = make_client().loglikelihood(some, disable_tqdm=True)
     for options in ({"num_concurrent": 6}, {"tokenized_requests": False}):
-        again = make_client(server, smollm2_path, **options).loglikelihood(some, disable_tqdm=True)
+        again = make_client(**options).loglikelihood(some, disable_tqdm=True)
         assert again == one, options
 
 
 def test_generations_are_the_engines(
-    server: LiveServer, smollm2_path: Path, items: list[tuple[str, str]]
+    server: LiveServer, make_client: Any, items: list[tuple[str, str]]
 ) -> None:
     contexts = [context for context, _ in items[:3]]
     options = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
-    client = make_client(server, smollm2_path)
+    client = make_client()
     found = client.generate_until(
         requests("generate_until", [(context, options) for context in contexts]), disable_tqdm=True
     )
