@@ -114,6 +114,11 @@ class Expansion:
                 expected.family, expected.child.index, Branch(self._core, request.path, item.completion)
             )
 
+    def abort(self) -> None:
+        """Abort what is under way; it is handed out all the same, with what there is of it. From any thread."""
+        for expected in list(self._expected.values()):
+            self._core.abort(expected.child.request_id)
+
     def close(self) -> None:
         """Abort and release what is under way."""
         _drop(self._core, self._expected)

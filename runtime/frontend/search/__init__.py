@@ -2,9 +2,10 @@
 
 A `SearchTree` holds a prompt and what grows from it; the searches are functions over it, with a step (`Sample`, `Propose`)
 that says how a node gets children and a value (a function, `ScoreValue`, `VoteValue`) that says what they are worth.
-What they have in common, and what a search of your own is written with, is `Growth`.
+What they have in common, and what a search of your own is written with, is `Growth`. `arun` runs any of them in an event loop.
 """
 
+from phloem.runtime.frontend.search.asynchronous import arun
 from phloem.runtime.frontend.search.budget import Budget
 from phloem.runtime.frontend.search.depth_first import depth_first
 from phloem.runtime.frontend.search.growth import Growth
@@ -32,6 +33,7 @@ __all__ = [
     "Uct",
     "Value",
     "VoteValue",
+    "arun",
     "beam",
     "best_of_n",
     "breadth_first",

@@ -55,7 +55,7 @@ class Growth:
         self._whole: dict[int, Family] = {}
         """All of them have arrived, and wait for their turn."""
 
-        self._expansion = tree.engine.expansion()
+        self._expansion = tree.expansion()
 
     def __enter__(self) -> Growth:
         return self
@@ -143,9 +143,11 @@ class Growth:
         """Wait until a family is whole."""
         while True:
             self._start_waiting(step)
+            self._tree.check_open()  # before, since what begins after an interrupt is not aborted by it
             born = next(iter(self._expansion))
             family = self._under_way[born.family]
             family.arrived.append(born)
+            self._tree.check_open()  # after, since it may be what an interrupt left of it
             if len(family.arrived) == family.count:
                 return self._under_way.pop(born.family)
 
@@ -230,6 +232,7 @@ class Growth:
         try:
             self._mark_done(families)
             found = values_of(self._value, tree, families)
+            tree.check_open()
         except BaseException:
             for child in (child for family in families for child in family):
                 tree.holdings.park(child)

@@ -12,7 +12,8 @@ from typing import Any
 from phloem.radix import Namespace
 from phloem.runtime.branch import Branch
 from phloem.runtime.engine import Engine
-from phloem.runtime.errors import BranchReleased
+from phloem.runtime.errors import BranchReleased, Cancelled
+from phloem.runtime.expand import Expansion
 from phloem.runtime.frontend.search.budget import Budget, Ledger
 from phloem.runtime.frontend.search.drawing import html_of, mermaid_of
 from phloem.runtime.frontend.search.holdings import Holdings
@@ -75,6 +76,8 @@ class SearchTree:
         )
         self.holdings.put(self.root, branch)
         self._is_closed = False
+        self._is_interrupted = False
+        self._expansion: Expansion | None = None
 
     def __enter__(self) -> SearchTree:
         return self
@@ -161,6 +164,24 @@ class SearchTree:
         digest = blake2b(f"{self.seed} {place}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
+    def expansion(self) -> Expansion:
+        """Return an empty expansion for a search, which `interrupt` aborts."""
+        self._expansion = self.engine.expansion()
+        return self._expansion
+
+    def interrupt(self) -> None:
+        """Let the search that another thread runs on the tree end with `Cancelled`; what it has under way is aborted, what is whole stays.
+
+        It lasts until `end_interrupt`.
+        """
+        self._is_interrupted = True
+        if self._expansion is not None:
+            self._expansion.abort()
+
+    def end_interrupt(self) -> None:
+        """Let searches run again."""
+        self._is_interrupted = False
+
     # Saving
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,6 +224,11 @@ class SearchTree:
 
         Raises:
             BranchReleased: It was closed.
+            Cancelled: Its search was interrupted.
         """
+        if self._is_interrupted:
+            raise Cancelled(
+                "the search was interrupted; called again on the same tree, it goes on where it was"
+            )
         if self._is_closed:
             raise BranchReleased("the search tree was closed; use it inside of its with block, or save it with to_dict")  # fmt: skip
