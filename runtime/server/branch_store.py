@@ -122,6 +122,11 @@ class BranchStore:
             raise _unknown(branch_id)
         self._release((tenant.root, branch_id))
 
+    def clear(self) -> None:
+        """Release all branches."""
+        for key in list(self._held):
+            self._release(key)
+
     def all_of(self, tenant: Tenant) -> list[HeldBranch]:
         """Return a tenant's branches, the oldest first. O(branches of all)."""
         self.expire()

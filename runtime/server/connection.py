@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import anyio
@@ -24,7 +24,7 @@ DONE = "data: [DONE]\n\n"
 """The end of a stream in OpenAI's and SGLang's protocols."""
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, Value]) -> Value:
+async def while_connected(request: Request, work: Awaitable[Value]) -> Value:
     """Await some work; cancel it when the client closes the connection.
 
     Raises:

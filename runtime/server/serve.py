@@ -68,6 +68,11 @@ class DrainingServer(uvicorn.Server):
                 return True
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the connections, and release what clients hold of the engine, which may go on."""
+        await super().shutdown(sockets)
+        self._service.branches.clear()
+
 
 def make_server(
     engine: Engine, settings: ServerSettings, *, tracer_provider: TracerProvider | None = None

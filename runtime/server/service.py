@@ -166,6 +166,7 @@ class Service:
         """In seconds since 1970."""
 
         self._runs: set[Run] = set()
+        self._works: set[asyncio.Future[Any]] = set()
 
     @property
     def model_name(self) -> str:
@@ -272,11 +273,18 @@ class Service:
         """
         ticket = self.gate.admit(count)
         limit_s = self.settings.request_timeout_s
+        task = asyncio.ensure_future(work())
+        self._works.add(task)
         try:
-            return await asyncio.wait_for(while_connected(request, work()), limit_s)
+            return await asyncio.wait_for(while_connected(request, task), limit_s)
         except asyncio.TimeoutError:
             raise Cancelled(f"the request took longer than {limit_s:g} s") from None
+        except asyncio.CancelledError:
+            if task not in self._works:
+                self.gate.check_open()  # which says that the server ends
+            raise
         finally:
+            self._works.discard(task)
             ticket.release()
 
     def stream(self, events: AsyncIterator[str], run: Run) -> EventStream:
@@ -284,9 +292,11 @@ class Service:
         return EventStream(events, on_end=run.close, send_timeout_s=self.settings.send_timeout_s)
 
     def abort_all(self) -> None:
-        """End all generations; what there is of them is still answered."""
+        """End all generations; what there is of them is still answered. Work that has no half result is cancelled."""
         for run in list(self._runs):
             run.abort()
+        while self._works:
+            self._works.pop().cancel()
 
     def abort_named(self, name: str) -> None:
         """End the generations that were started under a name. O(open runs)."""

@@ -1,6 +1,7 @@
 """`/v1/branches`: what a branch gives over HTTP is what it gives in the process, and it is its owner's alone."""
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -302,6 +303,25 @@ def test_a_request_that_takes_too_long_is_ended(engine: Engine) -> None:
         assert client.ids() == [root]
         client.delete_all()
         server.wait_until_idle()
+
+
+@pytest.mark.parametrize(("path", "status"), [("generate", 200), ("expand", 503)])
+def test_when_the_server_ends_what_runs_on_a_branch_is_ended_too(
+    engine: Engine, path: str, status: int
+) -> None:
+    body = {**ENDLESS, **({"n": 2} if path == "expand" else {})}
+    with live_server(engine, drain_s=0.1) as server, Client(base_url=server.url, timeout=30) as client:
+        root = client.opened()
+        with send_raw(server, f"/v1/branches/{root}/{path}", body) as connection:
+            wait_until_running(server)
+            started_s = time.monotonic()
+            server.server.handle_exit(signal.SIGTERM, None)
+            assert connection.recv(100).startswith(f"HTTP/1.1 {status}".encode())
+            assert time.monotonic() - started_s < 4, "it was not cut off by the server's last words"
+        server.thread.join(timeout=10)
+        assert not server.thread.is_alive()
+        # The engine goes on, and nothing of it is held.
+        assert engine.stats().cache.locked == 0
 
 
 def test_idle_branches_expire_and_busy_ones_do_not(engine: Engine) -> None:
