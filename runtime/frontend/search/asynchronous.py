@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Concatenate, ParamSpec, TypeVar
 
 from phloem.runtime.frontend.search.tree import SearchTree
@@ -44,7 +45,10 @@ async def arun(
         return await asyncio.shield(ended)
     except asyncio.CancelledError:
         tree.interrupt()
-        await asyncio.wait([ended])
+        # Nor does it leave sooner when it is cancelled again: the tree is still in use.
+        while not ended.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([ended])
         tree.end_interrupt()  # should the search have ended just before it
         raise
     finally:
