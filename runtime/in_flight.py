@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phloem.kernels.finite import finite_rows
 from phloem.runtime.batch import Batch, Row
 from phloem.runtime.model_runner import ModelRunner, RowResult
 from phloem.runtime.sampler import sample_on_device
@@ -73,7 +74,7 @@ class Launcher:
         runner = self._runner
         hidden = runner.forward.run(token_ids, runner.plan_of(batch.rows))
         logits = runner.decoder.logits(hidden)
-        finite = torch.isfinite(hidden).all(dim=-1) & torch.isfinite(logits).all(dim=-1)
+        finite = finite_rows(hidden) & finite_rows(logits)
         tokens = sample_on_device(logits, [runner.sampling_row(row) for row in batch.rows])
         found = torch.stack((tokens, finite.long()))
         if found.device.type == "cpu":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phloem.kernels.attention import AttentionBackend
+from phloem.kernels.finite import finite_rows
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanRow
 from phloem.runtime.batch import Batch, Row, RowCopy
@@ -93,7 +94,7 @@ class ModelRunner:
         ]
         hidden, starts = self._forward(rows)
         # Every token counts: with a sliding window, a bad one need not reach the last.
-        finite: list[bool] = torch.isfinite(hidden).all(dim=-1).tolist()
+        finite: list[bool] = finite_rows(hidden).tolist()
         results = [
             RowResult(row, all(finite[start : start + row.count]))
             for row, start in zip(rows, starts, strict=True)
@@ -143,7 +144,7 @@ class ModelRunner:
         if not results:
             return
         logits = self.decoder.logits(hidden)
-        finite = torch.isfinite(logits).all(dim=-1)
+        finite = finite_rows(logits)
         if not finite.all():
             for result, is_finite in zip(results, finite.tolist(), strict=True):
                 result.is_finite = is_finite

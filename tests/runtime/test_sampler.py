@@ -95,3 +95,10 @@ def test_banned_tokens_are_never_drawn() -> None:
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature)
         assert 0 not in {sample(logits.clone(), [SamplingRow(params, s, 0, 0, (0,))])[0] for s in range(50)}
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.zeros(3, 50_000)
+    logits[1, [49_999, 31, 77]] = 1.0
+    logits[2, [49_999, 16_384]] = -1.0
+    assert sample(logits, [SamplingRow(SamplingParams(temperature=0.0), 0, 0, position=0)] * 3) == [0, 31, 0]
