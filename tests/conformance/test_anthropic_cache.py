@@ -1,5 +1,6 @@
 """Breakpoints, usage and diagnostics of `/v1/messages`, by Anthropic's own client."""
 
+from array import array
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from anthropic_client import ASKED, GREEDY, LONG, TIME, WEATHER, client_of, crea
 from live_server import LiveServer, live_server
 
 from phloem.runtime import Engine
+from phloem.runtime.server.anthropic_diagnostics import Fingerprint, FingerprintStore
+from phloem.runtime.server.auth import KeyRing
 
 
 def cached(text: str, ttl: str | None = None) -> dict[str, Any]:
@@ -102,6 +105,26 @@ def test_a_breakpoint_may_be_anywhere(anthropic: Anthropic, server: LiveServer) 
     assert total(third) == third.cache_creation_input_tokens + third.cache_read_input_tokens
 
 
+def test_tools_stand_behind_the_system_text(anthropic: Anthropic, server: LiveServer) -> None:
+    server.engine.clear_cache()
+    tools = [{**WEATHER, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
+    usage = create(
+        anthropic, tools=tools, system=[cached(LONG, "5m"), {"type": "text", "text": "Quick!"}]
+    ).usage
+    by_ttl = usage.cache_creation
+    assert by_ttl.ephemeral_5m_input_tokens == len("<<system\n") + len(LONG) + len("\n")
+    assert by_ttl.ephemeral_1h_input_tokens > len("Quick!") + len(WEATHER["description"])
+
+
+def test_each_salt_has_leases_of_its_own(anthropic: Anthropic, server: LiveServer) -> None:
+    server.engine.clear_cache()
+    for number, salt in enumerate(("a", "b", "a"), 1):
+        body = {**GREEDY["extra_body"], "cache_salt": salt}
+        usage = create(anthropic, system=[cached(LONG)], extra_body=body).usage
+        assert (usage.cache_read_input_tokens > 0) == (number == 3)
+        assert server.engine.stats().cache.leases == min(number, 2)
+
+
 def test_leases_are_taken_once_and_again_after_the_cache_was_cleared(
     anthropic: Anthropic, server: LiveServer
 ) -> None:
@@ -181,6 +204,17 @@ def test_diagnostics_tell_what_has_changed(anthropic: Anthropic, server: LiveSer
         model="tiny", messages=other, system=LONG, diagnostics={"previous_message_id": second.id}, **GREEDY
     ) as events:
         assert events.get_final_message().diagnostics.cache_miss_reason.type == "messages_changed"
+
+
+def test_what_is_remembered_for_diagnostics_is_bounded() -> None:
+    tenant = KeyRing((), None, b"secret").tenant_of(None)
+    found = Fingerprint(b"", b"", (), array("i", range(1000)))
+    store = FingerprintStore(3 * found.num_bytes)
+    for number in range(9):
+        store.keep(tenant, f"msg_{number}", found)
+        store.get(tenant, "msg_0")
+    # The ones used longest ago have made room.
+    assert [number for number in range(9) if store.get(tenant, f"msg_{number}")] == [0, 7, 8]
 
 
 def test_a_message_is_not_known_to_other_keys(engine: Engine) -> None:
