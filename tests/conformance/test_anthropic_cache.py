@@ -116,6 +116,13 @@ def test_tools_stand_behind_the_system_text(anthropic: Anthropic, server: LiveSe
     assert by_ttl.ephemeral_1h_input_tokens > len("Quick!") + len(WEATHER["description"])
 
 
+def test_what_an_answer_begins_with_may_have_a_breakpoint(anthropic: Anthropic, server: LiveServer) -> None:
+    server.engine.clear_cache()
+    begun = {"role": "assistant", "content": [cached("The colour is")]}
+    usage = create(anthropic, [*ASKED, begun]).usage
+    assert usage.cache_creation.ephemeral_5m_input_tokens == total(usage)
+
+
 def test_each_salt_has_leases_of_its_own(anthropic: Anthropic, server: LiveServer) -> None:
     server.engine.clear_cache()
     for number, salt in enumerate(("a", "b", "a"), 1):
