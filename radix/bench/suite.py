@@ -4,7 +4,7 @@
 - *scale*: the operations at 1,000 and at 100,000 cached paths (30 million tokens), which should cost the same;
 - *memory*: resident bytes per cached token;
 - *full ghost*: what it costs to remember evicted paths, in time and in bytes per token; and leases (ghost.py);
-- *contrast*: a hash chain and a trie over tokens, on the same queries.
+- *contrast*: this tree beside a hash chain and a trie over tokens, on the same paths and queries.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from phloem.radix.cache import RadixCache
 from phloem.radix.namespace import Namespace
 from phloem.radix.packing import TOKEN_BYTES
 from phloem.radix.pool import BlockPool
+from phloem.radix.results import PrefixMatch
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * TOKEN_BYTES
 NAMESPACE = Namespace()
 EVICTED_BLOCKS = 256
 ROUNDS = 5
+OTHERS = "beside other indices"
+"""How the name of the group ends in which this tree stands beside the plain alternatives."""
 
 MATCH = "match, packed tokens"
 EVICT = f"evict {EVICTED_BLOCKS} blocks"
@@ -199,20 +202,49 @@ def _measure(bed: _Bed, number: int) -> dict[str, float]:
 
 
 def _contrast(sizes: _Sizes) -> list[Row]:
+    """This tree and the others on the same paths and queries: a match, a long match, an insert, and memory."""
     shape = Shape(sizes.small)
     known = list(paths(shape))
     queries = [path + random_path(40, seed) for seed, path in enumerate(known[: sizes.samples])]
-    chain, trie = HashChain(BLOCK_BYTES), TokenTrie()
-    for path in known:
-        chain.insert(path)
-        trie.insert(path)
     long = random_path(sizes.long_tokens, seed=1)
-    chain.insert(long)
-    trie.insert(long)
-    group = f"{shape.num_paths:,} paths: other indices"
+    group = f"{shape.num_paths:,} paths: {OTHERS}"
+    indices: dict[str, Callable[[], HashChain | TokenTrie | _TreeIndex]] = {
+        "this tree": lambda: _TreeIndex(_blocks_needed(shape, 0) + len(long) // BLOCK_BYTES),
+        "hash chain (SHA-256 per block)": lambda: HashChain(BLOCK_BYTES),
+        "trie over tokens": TokenTrie,
+    }
+    times: dict[str, dict[str, float]] = {}
+    for name, make in indices.items():
+        index = make()
+        insert_us = median_us(index.insert, known)
+        index.insert(long)
+        times[name] = {
+            "match": median_us(index.match, queries),
+            f"match of {sizes.long_tokens:,} tokens": median_us(index.match, [long] * 5),
+            "insert": insert_us,
+        }
+    ours = times["this tree"]
     return [
-        Row(group, "hash chain (SHA-256 per block)", median_us(chain.match, queries), "µs"),
-        Row(group, "trie over tokens", median_us(trie.match, queries), "µs"),
-        Row(group, f"hash chain, {sizes.long_tokens:,} tokens", median_us(chain.match, [long] * 5), "µs"),
-        Row(group, f"trie, {sizes.long_tokens:,} tokens", median_us(trie.match, [long] * 5), "µs"),
+        Row(
+            group,
+            f"{what}: {name}",
+            value,
+            "µs",
+            note="" if name == "this tree" else f"{value / ours[what]:.1f} x this tree",
+        )
+        for what in ours
+        for name, value in ((name, of[what]) for name, of in times.items())
     ]
+
+
+class _TreeIndex:
+    """The cache as an index like the others: it owns the blocks that a path needs."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._cache = RadixCache(BlockPool(num_blocks), BLOCK_SIZE)
+
+    def insert(self, path: bytes) -> None:
+        self._cache.insert(NAMESPACE, path, self._cache.allocate(len(path) // BLOCK_BYTES))
+
+    def match(self, path: bytes) -> PrefixMatch:
+        return self._cache.match(NAMESPACE, path)

@@ -42,11 +42,13 @@ def bench_limits(
 def bench_radix(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller trees: seconds, not minutes.")] = False,
     json_path: JsonOption = None,
+    plot_path: PlotOption = None,
 ) -> None:
     """The tree alone: match, insert, evict and memory, beside a memory compare and the plain alternatives."""
+    from phloem.runtime.cli.bench_common import Outputs
     from phloem.runtime.cli.bench_radix import run_bench_radix
 
-    run_bench_radix(Console(), quick=quick, json_path=json_path)
+    run_bench_radix(Console(), Outputs(json_path, plot_path), quick=quick)
 
 
 @bench_app.command("reuse")
@@ -265,4 +267,29 @@ def bench_serve(
         rounds=rounds,
         servers=Servers(url or (), api_key, plain),
         in_process=False,
+    )
+
+
+@bench_app.command("report")
+def bench_report(
+    model: ModelOption = "smollm2-135m",
+    rounds: RoundsOption = 5,
+    url: UrlOption = None,
+    api_key: ApiKeyOption = None,
+    into: Annotated[Path | None, typer.Option(help="Replace the report in this Markdown file.")] = None,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """Limits, decode steps, all workloads (also on servers, in turns) and the tree, as Markdown."""
+    from phloem.runtime.cli.bench_common import Outputs
+    from phloem.runtime.cli.bench_report import report_sizes, run_bench_report
+    from phloem.runtime.cli.bench_workloads import Servers
+
+    run_bench_report(
+        model,
+        Console(),
+        Outputs(json_path, plot_path),
+        sizes=report_sizes(rounds),
+        servers=Servers(url or (), api_key),
+        into=into,
     )

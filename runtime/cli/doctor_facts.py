@@ -81,7 +81,7 @@ def cpu_facts(environ: Mapping[str, str]) -> list[Fact]:
         for name, probe in features.items()
     )
     return [
-        Fact("CPU", "processor", f"{_processor_name()}, {_usable_cpus()} logical CPUs for this process"),
+        Fact("CPU", "processor", f"{processor_name()}, {_usable_cpus()} logical CPUs for this process"),
         Fact("CPU", "features", found),
         Fact("CPU", "computes in", str(preferred_dtype()).removeprefix("torch.")),
         Fact("CPU", "memory", f"{_gib(memory.available)} available of {_gib(memory.total)}"),
@@ -210,7 +210,8 @@ def _version(package: str) -> str:
         return "not installed as a package"
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """Return what the processor calls itself."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

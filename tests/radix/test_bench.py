@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from phloem.radix.bench import alternatives, as_json, suite
+from phloem.radix.bench import OTHERS, alternatives, as_json, suite
 from phloem.radix.bench.suite import _Sizes
 from phloem.radix.bench.workload import Shape, paths
 
@@ -33,6 +33,11 @@ def test_the_benchmark_gives_rows_that_are_json(monkeypatch):
     plain = json.loads(json.dumps(as_json(rows)))
     assert {"group", "name", "value", "unit", "target", "met", "note"} == set(plain[0])
     assert {row.name for row in rows} >= {"1 node", "8 nodes", suite.MATCH, suite.EVICT}
+    beside = {row.name: row for row in rows if row.group.endswith(OTHERS)}
+    assert len(beside) == 9
+    assert beside["match: this tree"].note == ""
+    chain = beside["match: hash chain (SHA-256 per block)"]
+    assert chain.note == f"{chain.value / beside['match: this tree'].value:.1f} x this tree"
     per_token = [row.value for row in rows if row.unit == "bytes" and "full ghost" in row.group]
     assert len(per_token) == 3
     assert all(2 < value < 10 for value in per_token)
