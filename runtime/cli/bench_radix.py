@@ -23,10 +23,10 @@ def run_bench_radix(console: Console, outputs: Outputs, *, quick: bool) -> None:
 def table_of(rows: Sequence[Row]) -> Table:
     """Return the results as a table, under a line for each group."""
     table = Table(title="The prefix cache: medians", title_justify="left")
-    table.add_column("what", no_wrap=True)
+    table.add_column("what")
     table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("aim", justify="right", no_wrap=True)
-    table.add_column("note")
+    table.add_column("note", min_width=14)
     group = None
     for row in rows:
         if row.group != group:
