@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+MINUTES ?= 10
 CLIENTS := $(VENV)/.clients
 
-.PHONY: help setup demo test test-all lint types format bench dist check-dist clean
+.PHONY: help setup demo test test-all soak lint types format bench dist check-dist clean
 
 help:            ## This list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -34,6 +35,9 @@ test: setup      ## The tests, without the slow ones
 
 test-all: setup $(CLIENTS)  ## All tests, with the clients that the slow ones need
 	$(BIN)/python -m pytest -q -m "not gpu"
+
+soak: setup      ## 64 rude clients for MINUTES (10): no failures, nothing left behind, no growth
+	PHLOEM_SOAK_S=$$(($(MINUTES) * 60)) $(BIN)/python -m pytest -q -s tests/runtime/server/test_soak.py
 
 lint: setup      ## ruff: lint and format
 	$(BIN)/ruff check .

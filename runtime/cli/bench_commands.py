@@ -293,3 +293,13 @@ def bench_report(
         servers=Servers(url or (), api_key),
         into=into,
     )
+
+
+@bench_app.command("http")
+def bench_http(
+    model: ModelOption = "smollm2-135m", rounds: RoundsOption = 5, json_path: JsonOption = None
+) -> None:
+    """What the server adds to a request and takes from decoding, beside the engine without it; and how fast it says no."""
+    from phloem.runtime.cli.bench_http import run_bench_http
+
+    run_bench_http(model, Console(), rounds=rounds, json_path=json_path)

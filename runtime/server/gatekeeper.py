@@ -16,6 +16,11 @@ from phloem.runtime.server.settings import ServerSettings, is_loopback
 OPEN_PATHS = frozenset({"/health", "/ready", "/openapi.json"})
 """What needs no key, and works while the server drains."""
 
+GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"}
+)
+"""What is refused unread while all places are taken."""
+
 # A string ends at its quote or with the text, so that nothing is ever looked at twice.
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*(?:"|\\?\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[{\]}]")
@@ -51,8 +56,16 @@ class Gatekeeper:
             response.headers["Connection"] = "close"
             await response(scope, receive, send)
             return
-        if body is not None:
-            await self._app(scope, _replay(body, receive), send)
+        if body is None:
+            return
+        if scope["path"] in GENERATING:
+            # An overloaded server says no for a fraction of what parsing a request costs.
+            try:
+                self._gate.check(1)
+            except ApiError as error:
+                await respond(error.failure, self._render_for(scope["path"]))(scope, receive, send)
+                return
+        await self._app(scope, _replay(body, receive), send)
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the body of a request that may pass; None if its client has gone."""

@@ -72,6 +72,15 @@ def test_too_many_requests_are_told_to_come_later_at_once(engine: Engine) -> Non
                 client.post("/v1/responses", json={"model": "tiny", "input": "x" * 9000}).status_code == 429
             )
             assert client.post("/v1/completions", json={**ENDLESS, "prompt": "x" * 9000}).status_code == 429
+            # Nor was it parsed.
+            for path in (
+                "/v1/completions",
+                "/v1/chat/completions",
+                "/v1/responses",
+                "/v1/messages",
+                "/generate",
+            ):
+                assert client.post(path, content=b"{").status_code == 429
             with client_of(server) as openai, pytest.raises(RateLimitError):
                 openai.completions.create(model="tiny", prompt="a")
             assert client.get("/v1/models").status_code == 200

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -43,6 +44,16 @@ def server(traced: LiveServer, exporter: InMemorySpanExporter) -> Iterator[LiveS
     traced.wait_until_idle()
 
 
+def spans(exporter: InMemorySpanExporter, count: int) -> list[ReadableSpan]:
+    """Wait for so many: a span ends a moment after its answer."""
+    deadline = time.monotonic() + 10
+    while len(exporter.get_finished_spans()) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = list(exporter.get_finished_spans())
+    assert len(found) == count
+    return found
+
+
 def attributes(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
@@ -55,8 +66,7 @@ def test_a_request_is_a_span_with_its_tokens_and_no_text(
     with server.client() as client:
         for _ in range(2):
             assert client.post("/v1/completions", json=body).status_code == 200
-        server.wait_until_idle()
-        cold, warm = exporter.get_finished_spans()
+    cold, warm = spans(exporter, 2)
     assert (cold.name, cold.kind) == ("text_completion tiny", SpanKind.SERVER)
     num_tokens = len(PROMPT) + 1
     found = attributes(cold)
@@ -83,7 +93,7 @@ def test_a_traceparent_becomes_the_parent(server: LiveServer, exporter: InMemory
     with server.client() as client:
         client.post("/v1/chat/completions", json=body, headers={"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"})
         client.post("/v1/chat/completions", json=body, headers={"traceparent": "00-nonsense"})
-    child, orphan = exporter.get_finished_spans()
+    child, orphan = spans(exporter, 2)
     assert child.context is not None
     assert child.parent is not None
     assert format(child.context.trace_id, "032x") == TRACE_ID
@@ -111,7 +121,7 @@ def test_requests_at_the_same_time_are_not_mixed_up(
             each.status_code
             for each in threads.map(lambda body: client.post("/v1/completions", json=body), bodies)
         } == {200}
-    found = [attributes(span) for span in exporter.get_finished_spans()]
+    found = [attributes(span) for span in spans(exporter, 16)]
     pairs = sorted((each["gen_ai.usage.input_tokens"], each["gen_ai.usage.output_tokens"]) for each in found)
     assert pairs == [(size + 1, size) for size in range(1, 17)]
 
@@ -123,7 +133,7 @@ def test_a_refusal_is_a_span_without_tokens_and_other_paths_are_none(
         client.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT, "n": 100_000})
         client.get("/v1/models")
         client.get("/health")
-    [span] = exporter.get_finished_spans()
+    [span] = spans(exporter, 1)
     found = attributes(span)
     assert (found["http.response.status_code"], found["error.type"]) == (400, "400")
     assert "gen_ai.usage.input_tokens" not in found
@@ -138,7 +148,7 @@ def test_a_branch_is_traced_by_its_route_without_its_id(
         branch = client.post("/v1/branches", json={"text": "abc"}).json()["id"]
         assert client.post(f"/v1/branches/{branch}/generate", json={"max_tokens": 2}).status_code == 200
         client.delete(f"/v1/branches/{branch}")
-    [span] = exporter.get_finished_spans()
+    [span] = spans(exporter, 1)
     assert attributes(span)["http.route"] == "/v1/branches/{branch_id}/generate"
     assert branch not in span.to_json()
 
