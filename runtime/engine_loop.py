@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 Command = Callable[[], None]
 
+FEW_DEADLINES = 64
+"""So many of requests that ended are no matter."""
+
 
 class EngineLoop:
     """Runs steps while there is work, and commands in between. Owns the requests' output streams."""
@@ -66,7 +69,7 @@ class EngineLoop:
         self._unstarted: dict[str, tuple[Child, Path]] = {}
         """Children whose path is still being computed, and that path, by request id."""
         self._deadlines: list[tuple[float, str]] = []
-        """A heap of (time, request id); requests that ended leave theirs behind."""
+        """A heap of (time, request id); requests that ended leave theirs behind for a while."""
         self._streams: dict[str, OutputStream] = {}
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._closing = False
@@ -358,13 +361,20 @@ class EngineLoop:
             return
         self._streams[request.id] = stream
         if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.id))
+            self._expect(request.deadline_s, request.id)
         try:
             self._force(stream)
         except GrammarError as error:
             self._fail(request.id, error)
         else:
             self._finish_if_ended(stream)
+
+    def _expect(self, deadline_s: float, request_id: str) -> None:
+        """Note a deadline; forget those of requests that ended, once they are most of them. O(log requests), amortised."""
+        if len(self._deadlines) > 2 * len(self._streams) + FEW_DEADLINES:
+            self._deadlines = [each for each in self._deadlines if each[1] in self._streams]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline_s, request_id))
 
     def _expire(self) -> None:
         """End the requests whose deadline has passed."""

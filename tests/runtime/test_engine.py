@@ -12,6 +12,7 @@ from tiny_model import IM_END_ID, make_tiny_model
 
 from phloem.radix import Namespace
 from phloem.runtime import (
+    Cancelled,
     Completion,
     Engine,
     EngineClosed,
@@ -509,3 +510,12 @@ def test_an_engine_tells_that_it_was_closed(tiny_path: Path) -> None:
     assert not engine.is_closed
     engine.close()
     assert engine.is_closed
+
+
+def test_deadlines_of_requests_that_ended_are_forgotten_before_they_pass(tiny_engine: Engine) -> None:
+    short = SamplingParams(temperature=0, max_tokens=1)
+    for _ in range(300):
+        one(tiny_engine, "a", short, timeout_s=1000)
+    assert len(tiny_engine._core.loop._deadlines) < 100
+    with pytest.raises(Cancelled):
+        one(tiny_engine, TEXT, SamplingParams(max_tokens=4000, ignore_eos=True), timeout_s=0.05)
