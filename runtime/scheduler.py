@@ -325,10 +325,12 @@ class Scheduler:
         if not any(other.num_pending > 0 for other in self.running):
             return None
         wanted = min(request.reusable, request.num_prompt_tokens)
-        hit = max(request.path.num_committed, self.paths.cached_tokens(request.path, reusable=wanted))
-        if hit >= wanted:
-            return None
+        seen = self.paths.cached_tokens(request.path, reusable=request.num_prompt_tokens)
+        hit = max(request.path.num_committed, min(seen, wanted - wanted % self.block_size))
         end = hit + self.block_size
+        # A block that is there but may not count whole is copied: of a cached prompt, only the last token runs.
+        if hit >= wanted or seen >= end:
+            return None
         with memoryview(request.packed_prompt) as prompt:
             needed = prompt[: end * TOKEN_BYTES]
             for other in self.running:

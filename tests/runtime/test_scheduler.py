@@ -66,6 +66,18 @@ def test_b23_twins_cost_one_prefill(count: int) -> None:
     assert [twin.cached_tokens for twin in twins] == [0] + [39] * (count - 1)
 
 
+@pytest.mark.parametrize("length", [39, 40, 41])
+def test_b23_twins_of_a_cached_prompt_do_not_wait_for_each_other(length: int) -> None:
+    stepper = Stepper(num_blocks=64, block_size=4, max_step_tokens=64)
+    stepper.add(tokens(length))
+    stepper.run()
+    for _ in range(5):
+        stepper.add(tokens(length))
+    assert len(stepper.step().rows) == 5, (
+        "also when the last block is cached whole, and its last token must run"
+    )
+
+
 def test_b23_a_longer_producer_serves_a_shorter_twin_and_the_other_way_round() -> None:
     for first, second in [(40, 23), (23, 40)]:
         stepper = Stepper(num_blocks=64, block_size=4, max_step_tokens=8)
