@@ -162,71 +162,34 @@ def bench_grid(
         raise typer.Exit(1)
 
 
-@bench_app.command("chat")
-def bench_chat(
-    model: ModelOption = "smollm2-135m",
-    rounds: RoundsOption = 5,
-    url: UrlOption = None,
-    json_path: JsonOption = None,
-    plot_path: PlotOption = None,
-    profile_path: ProfileOption = None,
-) -> None:
-    """Growing conversations, several at once: output tokens per second, and what was cached beside what an exact tree would."""
-    _bench_workload("chat", model, rounds, url, (json_path, plot_path, profile_path))
+_WORKLOADS = {
+    "chat": "Growing conversations, several at once: output tokens per second, and what was cached beside what an exact tree would.",
+    "fewshot": "Many questions behind the same examples, measured like `chat`.",
+    "tree": "Trees of thoughts on the Game of 24, measured like `chat`.",
+    "bestof": "Many samples of one prompt, measured like `chat`.",
+}
 
 
-@bench_app.command("fewshot")
-def bench_fewshot(
-    model: ModelOption = "smollm2-135m",
-    rounds: RoundsOption = 5,
-    url: UrlOption = None,
-    json_path: JsonOption = None,
-    plot_path: PlotOption = None,
-    profile_path: ProfileOption = None,
-) -> None:
-    """Many questions behind the same examples, measured like `chat`."""
-    _bench_workload("fewshot", model, rounds, url, (json_path, plot_path, profile_path))
+def _add_workload(name: str, help_text: str) -> None:
+    @bench_app.command(name, help=help_text)
+    def command(
+        model: ModelOption = "smollm2-135m",
+        rounds: RoundsOption = 5,
+        url: UrlOption = None,
+        json_path: JsonOption = None,
+        plot_path: PlotOption = None,
+        profile_path: ProfileOption = None,
+    ) -> None:
+        from phloem.runtime.cli.bench_common import Outputs
+        from phloem.runtime.cli.bench_workloads import WORKLOADS, Servers, run_bench_workloads
+
+        outputs = Outputs(json_path, plot_path, profile_path)
+        servers = Servers(url or ())
+        run_bench_workloads([WORKLOADS[name]], model, Console(), outputs, rounds=rounds, servers=servers)
 
 
-@bench_app.command("tree")
-def bench_tree(
-    model: ModelOption = "smollm2-135m",
-    rounds: RoundsOption = 5,
-    url: UrlOption = None,
-    json_path: JsonOption = None,
-    plot_path: PlotOption = None,
-    profile_path: ProfileOption = None,
-) -> None:
-    """Trees of thoughts on the Game of 24, measured like `chat`."""
-    _bench_workload("tree", model, rounds, url, (json_path, plot_path, profile_path))
-
-
-@bench_app.command("bestof")
-def bench_bestof(
-    model: ModelOption = "smollm2-135m",
-    rounds: RoundsOption = 5,
-    url: UrlOption = None,
-    json_path: JsonOption = None,
-    plot_path: PlotOption = None,
-    profile_path: ProfileOption = None,
-) -> None:
-    """Many samples of one prompt, measured like `chat`."""
-    _bench_workload("bestof", model, rounds, url, (json_path, plot_path, profile_path))
-
-
-def _bench_workload(
-    name: str,
-    model: str,
-    rounds: int,
-    urls: list[str] | None,
-    paths: tuple[Path | None, Path | None, Path | None],
-) -> None:
-    from phloem.runtime.cli.bench_common import Outputs
-    from phloem.runtime.cli.bench_workloads import WORKLOADS, Servers, run_bench_workloads
-
-    run_bench_workloads(
-        [WORKLOADS[name]], model, Console(), Outputs(*paths), rounds=rounds, servers=Servers(urls or ())
-    )
+for _name, _help in _WORKLOADS.items():
+    _add_workload(_name, _help)
 
 
 class WorkloadName(str, Enum):
