@@ -9,37 +9,67 @@ from typing import Any
 from phloem.radix import Namespace
 from phloem.runtime.errors import InvalidRequest
 from phloem.runtime.outputs import Usage
+from phloem.runtime.server.answers import AnswerMemory, digest_after
 from phloem.runtime.server.anthropic_content import TTL_S, Breakpoint
 from phloem.runtime.server.chat_prompt import ChatMessage, ChatPrompt, Prompter
 from phloem.runtime.server.prompt_leases import Mark
+
+MAX_BYTES = 8 << 20
+"""For tokens of prompts up to a breakpoint."""
 
 # Private use: no message's text goes on like that.
 _OTHERWISE = "\ue0fe\ue0ff"
 
 
-def marks_of(
-    prompt: ChatPrompt,
-    breakpoints: Sequence[Breakpoint],
-    tools: Sequence[dict[str, Any]],
-    *,
-    prompter: Prompter,
-    namespace: Namespace,
-) -> list[Mark]:
-    """Return the places of breakpoints among a prompt's tokens, the first one first. Takes as long as encoding as many prompts.
+class MarkFinder:
+    """Finds the places of breakpoints among a prompt's tokens. Threads may share it.
 
     What counts is the template's text: a breakpoint is where the prompt parts from one that goes on with something else from there.
     """
-    found = []
-    for each in breakpoints:
-        if each.messages is None:
-            found.append(Mark(len(prompt.token_ids), each.ttl_s))
-            continue
-        try:
-            other = prompter.encode(_going_on(each), tools, namespace)
-        except InvalidRequest:  # a template that takes no conversation of that kind
-            continue
-        found.append(Mark(num_common(prompt.token_ids, other.token_ids), each.ttl_s))
-    return sorted(found, key=lambda mark: mark.num_tokens)
+
+    def __init__(self, prompter: Prompter, max_bytes: int = MAX_BYTES) -> None:
+        self._prompter = prompter
+        self._known = AnswerMemory(max_bytes)
+
+    def marks(
+        self,
+        prompt: ChatPrompt,
+        breakpoints: Sequence[Breakpoint],
+        tools: Sequence[dict[str, Any]],
+        namespace: Namespace,
+    ) -> list[Mark]:
+        """Return the places of breakpoints, the first one first. Takes as long as encoding as many prompts, but for those known."""
+        found = []
+        for each in breakpoints:
+            if each.messages is None:
+                found.append(Mark(len(prompt.token_ids), each.ttl_s))
+                continue
+            try:
+                other = self._other_ids(each, tools, namespace)
+            except InvalidRequest:  # a template that takes no conversation of that kind
+                continue
+            found.append(Mark(num_common(prompt.token_ids, other), each.ttl_s))
+        return sorted(found, key=lambda mark: mark.num_tokens)
+
+    def _other_ids(
+        self, each: Breakpoint, tools: Sequence[dict[str, Any]], namespace: Namespace
+    ) -> Sequence[int]:
+        """Return the tokens of a prompt that is the same up to a breakpoint.
+
+        Those of system texts and tools come again with every request, and are remembered. Answers are not: their tokens may
+        become known, or no more.
+        """
+        messages = _other_messages(each)
+        if any(message.role == "assistant" for message in each.messages or ()):
+            return self._prompter.encode(messages, tools, namespace).token_ids
+        parts = [[message.role, message.content, message.name] for message in messages]
+        digest = digest_after((namespace.salt or "").encode(), parts, list(tools))
+        known = self._known.find(digest)
+        if known is not None:
+            return known.token_ids
+        token_ids = self._prompter.encode(messages, tools, namespace).token_ids
+        self._known.keep(digest, "", token_ids)
+        return token_ids
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -47,9 +77,9 @@ def num_common(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _going_on(breakpoint_: Breakpoint) -> list[ChatMessage]:
-    messages = list(breakpoint_.messages or ())
-    if breakpoint_.cuts_last:
+def _other_messages(each: Breakpoint) -> list[ChatMessage]:
+    messages = list(each.messages or ())
+    if each.cuts_last:
         last = messages.pop()
         return [
             *messages,

@@ -17,7 +17,6 @@ from starlette.responses import Response
 from phloem.radix import Namespace
 from phloem.runtime.errors import GrammarError
 from phloem.runtime.server.anthropic_answer import MessageAnswer
-from phloem.runtime.server.anthropic_cache import marks_of
 from phloem.runtime.server.anthropic_content import Conversation, conversation_of
 from phloem.runtime.server.anthropic_diagnostics import diagnose, fingerprint
 from phloem.runtime.server.anthropic_fields import Diagnostics, MessageRequest, PromptFields
@@ -42,12 +41,7 @@ async def create_message(
     service.gate.check(1)
     asked = await asyncio.to_thread(_asked, body, service.prompter, namespace)
     marks = await asyncio.to_thread(
-        marks_of,
-        asked.prompt,
-        asked.conversation.breakpoints,
-        asked.tools,
-        prompter=service.prompter,
-        namespace=namespace,
+        service.marks.marks, asked.prompt, asked.conversation.breakpoints, asked.tools, namespace
     )
     answer = MessageAnswer(
         model=body.model,

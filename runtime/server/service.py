@@ -19,6 +19,7 @@ from phloem.runtime.generation import AsyncGeneration
 from phloem.runtime.outputs import Chunk, Completion
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.answers import AnswerMemory
+from phloem.runtime.server.anthropic_cache import MarkFinder
 from phloem.runtime.server.anthropic_diagnostics import FingerprintStore
 from phloem.runtime.server.auth import Tenant
 from phloem.runtime.server.branch_store import BranchStore
@@ -159,6 +160,7 @@ class Service:
         )
         self.pins = PinStore(settings.max_pinned_tokens_per_key, retry_after_s=settings.retry_after_s)
         self.prompter = Prompter(engine, self.answers, max_messages=settings.max_messages)
+        self.marks = MarkFinder(self.prompter)
         self.prompt_leases = PromptLeases(engine, settings.max_pinned_tokens_per_key)
         self.fingerprints = FingerprintStore()
         self.token_texts = TokenTexts(engine.tokenizer)

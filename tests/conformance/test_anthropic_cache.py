@@ -14,6 +14,7 @@ from live_server import LiveServer, live_server
 from phloem.runtime import Engine
 from phloem.runtime.server.anthropic_diagnostics import Fingerprint, FingerprintStore
 from phloem.runtime.server.auth import KeyRing
+from phloem.runtime.server.chat_prompt import Prompter
 
 
 def cached(text: str, ttl: str | None = None) -> dict[str, Any]:
@@ -121,6 +122,24 @@ def test_what_an_answer_begins_with_may_have_a_breakpoint(anthropic: Anthropic, 
     begun = {"role": "assistant", "content": [cached("The colour is")]}
     usage = create(anthropic, [*ASKED, begun]).usage
     assert usage.cache_creation.ephemeral_5m_input_tokens == total(usage)
+
+
+def test_breakpoints_of_system_texts_are_found_once(
+    anthropic: Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    encode = Prompter.encode
+
+    def counted(prompter: Prompter, messages: Any, *rest: Any, **more: Any) -> Any:
+        lengths.append(len(messages))
+        return encode(prompter, messages, *rest, **more)
+
+    monkeypatch.setattr(Prompter, "encode", counted)
+    said = [*ASKED, {"role": "assistant", "content": [cached("Red")]}, *ASKED]
+    usages = [create(anthropic, said, system=[cached("Once. " + LONG)], max_tokens=1).usage for _ in range(2)]
+    # The prompt, then what goes on otherwise behind the system text and behind the answer, which may become another one.
+    assert lengths == [4, 2, 4, 4, 4]
+    assert usages[1].cache_read_input_tokens == total(usages[0]) - 1
 
 
 def test_each_salt_has_leases_of_its_own(anthropic: Anthropic, server: LiveServer) -> None:
