@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Sequence
 
+from phloem.runtime.detokenizer import IncrementalDetokenizer, StopChecker
 from phloem.runtime.errors import Cancelled
 from phloem.runtime.generation import Sink
 from phloem.runtime.model_runner import RowResult
 from phloem.runtime.outputs import Chunk, Completion, FinishReason, TokenLogprob, Usage
 from phloem.runtime.request import Request
-from phloem.runtime.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+from phloem.runtime.tokenizer import Tokenizer
 
 
 class OutputStream:

@@ -62,7 +62,7 @@ ALLOWED = {
                                        "phloem.runtime.frontend.program",
                                        "phloem.runtime.frontend.sglang", "phloem.radix"),
     # What a program of a user's could import too, and no part of the engine below it.
-    "phloem.runtime.server": ("phloem.runtime.chat_messages", "phloem.runtime.engine", "phloem.runtime.branch", "phloem.runtime.errors",
+    "phloem.runtime.server": ("phloem.runtime.chat_messages", "phloem.runtime.detokenizer", "phloem.runtime.engine", "phloem.runtime.branch", "phloem.runtime.errors",
                               "phloem.runtime.expand", "phloem.runtime.explain", "phloem.runtime.generation",
                               "phloem.runtime.grammar", "phloem.runtime.outputs", "phloem.runtime.prompts",
                               "phloem.runtime.sampling_params", "phloem.runtime.tokenizer",

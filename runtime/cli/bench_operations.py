@@ -107,6 +107,10 @@ def _quartile(values: list[float]) -> float:
 def _operations(engine: Engine) -> list[Operation]:
     tokenizer = engine.tokenizer
     text_ids = _encoded(tokenizer, TEXT)
+
+    def score(branch: Branch) -> object:
+        return branch.score([_encoded(tokenizer, each) for each in OPTIONS])
+
     return [
         Operation("s += text", lambda s: s.__iadd__(TEXT), lambda _: _encoded(tokenizer, TEXT), "encode"),
         *(_chat_operations(engine) if tokenizer.has_chat_template else ()),
@@ -121,12 +125,10 @@ def _operations(engine: Engine) -> list[Operation]:
         Operation(
             "score",
             lambda s: s.score(OPTIONS),
-            lambda b: b.score([_encoded(tokenizer, each) for each in OPTIONS]),
+            score,
             "encode, score",
         ),
-        Operation(
-            "select", lambda s: s.select("x", OPTIONS), lambda b: _select(engine, b), "encode, score, branch"
-        ),
+        Operation("select", lambda s: s.select("x", OPTIONS), score, "encode, score"),
         Operation(f"fork of {NUM_CHILDREN}", _fork, _fork_branch, "score, fork, release"),
         Operation("mark and rewind", lambda s: s.rewind(s.mark()), lambda _: None, ""),
         Operation("capture", _capture, lambda _: None, ""),
@@ -169,12 +171,6 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 def _turn(state: State) -> None:
     with state.assistant():
         pass
-
-
-def _select(engine: Engine, branch: Branch) -> None:
-    encoded = [_encoded(engine.tokenizer, each) for each in OPTIONS]
-    branch.score(encoded)
-    engine.branch([0] * len(branch)).release()
 
 
 def _fork(state: State) -> None:

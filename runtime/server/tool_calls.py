@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from phloem.runtime.detokenizer import StopChecker
 from phloem.runtime.frontend.session.tools import calls_in
 from phloem.runtime.grammar import Grammar
 from phloem.runtime.server.chat_prompt import Call, ordered
 from phloem.runtime.server.errors import invalid
-from phloem.runtime.tokenizer import StopChecker
 
 MARKS = ("<tool_call>", "[TOOL_CALLS]")
 """Where calls begin; a model that writes plain JSON begins with that."""

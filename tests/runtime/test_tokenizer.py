@@ -18,8 +18,9 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from phloem.runtime.detokenizer import IncrementalDetokenizer, StopChecker
 from phloem.runtime.errors import InvalidRequest
-from phloem.runtime.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+from phloem.runtime.tokenizer import Tokenizer
 
 TEXTS = [
     "",

@@ -60,11 +60,13 @@ class Blocking:
 
     async def generate(self, branch: Branch, params: SamplingParams, on_text: OnText | None) -> Completion:
         """See :class:`Calls`."""
-        generation = branch.stream(params)
-        for chunk in generation:
+        completion: Completion | None = None
+        for chunk in branch.stream(params):
             if on_text is not None and chunk.text:
                 on_text(chunk.text)
-        return generation.result()
+            completion = chunk.completion
+        assert completion is not None
+        return completion
 
     async def expand(self, branch: Branch, n: int, params: SamplingParams) -> list[Branch]:
         """See :class:`Calls`."""

@@ -75,7 +75,8 @@ def check(want: Wanted) -> Spec:
         InvalidRequest: An option is unknown or out of range, or more than one grammar is given.
         GrammarError: The grammar's form is wrong.
     """
-    if unknown := want.sampling.keys() - _OPTIONS:
+    if not want.sampling.keys() <= _OPTIONS:
+        unknown = want.sampling.keys() - _OPTIONS
         raise InvalidRequest(
             f"gen has no option {', '.join(sorted(unknown))}; there are name, n, regex, json, grammar, heal and "
             f"{', '.join(sorted(_OPTIONS))}",
