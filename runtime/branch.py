@@ -79,7 +79,11 @@ class Branch:
     @property
     def token_ids(self) -> list[int]:
         """The path's tokens."""
-        return self._core.call(lambda: self._live_path().tokens.tolist()).result()
+        return self._token_ids().result()
+
+    async def atoken_ids(self) -> list[int]:
+        """Do as `token_ids`, for an event loop."""
+        return await asyncio.wrap_future(self._token_ids())
 
     @property
     def text(self) -> str:
@@ -342,6 +346,9 @@ class Branch:
         if self._is_released:
             raise BranchReleased("the branch was released; fork it before, or open another one")
         return self._path
+
+    def _token_ids(self) -> Future[list[int]]:
+        return self._core.call(lambda: self._live_path().tokens.tolist())
 
     def _idle_path(self) -> Path:
         path = self._live_path()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -253,8 +254,12 @@ class Engine:
         Raises:
             InvalidRequest: The prompt is empty, too long, or of a wrong type.
         """
-        path = self._job(prompt, None, namespace, None).path
-        return self._core.call(lambda: self._core.paths.explain(path, reusable=len(path.tokens) - 1)).result()
+        return self._explain(self._job(prompt, None, namespace, None).path).result()
+
+    async def aexplain(self, prompt: Prompt, *, namespace: Namespace | None = None) -> Explanation:
+        """Do as `explain`, for an event loop; a prompt is encoded in a thread."""
+        job = await asyncio.to_thread(self._job, prompt, None, namespace, None)
+        return await asyncio.wrap_future(self._explain(job.path))
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever phase it is; its completion says "abort". Unknown or finished ids are ignored."""
@@ -288,6 +293,9 @@ class Engine:
     async def _prepare(self, params: SamplingParams | Sequence[SamplingParams] | None) -> None:
         for each in params if isinstance(params, Sequence) else (params,):
             await self._core.prepare(each)
+
+    def _explain(self, path: TokenPath) -> Future[Explanation]:
+        return self._core.call(lambda: self._core.paths.explain(path, reusable=len(path.tokens) - 1))
 
     def _jobs(
         self,

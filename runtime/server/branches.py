@@ -53,8 +53,7 @@ async def list_branches(service: ServiceDep, tenant: TenantDep) -> JsonAnswer:
 async def get_branch(branch_id: str, service: ServiceDep, tenant: TenantDep) -> JsonAnswer:
     """Tell a branch's tokens, and their text."""
     with service.branches.use(tenant, branch_id) as held:
-        # In a thread, since the engine answers between two steps.
-        token_ids = await asyncio.to_thread(lambda: held.branch.token_ids)
+        token_ids = await held.branch.atoken_ids()
         text = await asyncio.to_thread(service.engine.tokenizer.decode, token_ids, skip_special_tokens=False)
     return JsonAnswer(_branch_dict(held, service) | {"token_ids": token_ids, "text": text})
 

@@ -38,7 +38,7 @@ async def explain(body: PromptFields, service: ServiceDep, tenant: TenantDep) ->
     """Tell how much of a prompt would come from the cache, and why the rest would not. Nothing runs, nothing changes."""
     namespace, engine = body.namespace(tenant), service.engine
     prompt = await body.prompt(service, namespace)
-    found = await asyncio.to_thread(engine.explain, prompt.tolist(), namespace=namespace)
+    found = await engine.aexplain(prompt.tolist(), namespace=namespace)
     # Not the names of requests, whose numbers count everybody's.
     misses = tuple(dataclasses.replace(miss, label=None) for miss in found.misses)
     shown = dataclasses.replace(found, misses=misses)

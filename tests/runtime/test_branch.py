@@ -14,6 +14,7 @@ import torch
 from phloem.runtime import (
     Branch,
     BranchReleased,
+    Cancelled,
     Completion,
     Engine,
     InvalidRequest,
@@ -385,6 +386,27 @@ def test_a_fork_of_a_thousand_runs_to_the_end(tiny_engine: Engine) -> None:
         for kid in kids:
             kid.release()
     assert tiny_engine.stats().cache.locked == 0
+
+
+def test_leases_tokens_and_explanations_have_twins_for_event_loops(tiny_engine: Engine) -> None:
+    async def twins(root: Branch, other: Branch) -> None:
+        assert await root.apin(ttl=50) == 32
+        pinned_s, unpinned_s = await Branch.apinned_s_of([root, other])
+        assert 40 < pinned_s <= 50
+        assert unpinned_s == 0
+        await root.aunpin()
+        assert await Branch.apinned_s_of([root]) == [0]
+        assert await Branch.apinned_s_of([]) == []
+        assert await root.atoken_ids() == root.token_ids
+        assert await tiny_engine.aexplain(ids(50)) == tiny_engine.explain(ids(50))
+        generation = await root.asubmit(SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len((await generation.result()).token_ids) == 3
+        late = await root.asubmit(SamplingParams(max_tokens=None, ignore_eos=True), timeout_s=0.01)
+        with pytest.raises(Cancelled):
+            await late.result()
+
+    with tiny_engine.branch(ids(40)) as root, tiny_engine.branch(ids(4)) as other:
+        asyncio.run(twins(root, other))
 
 
 def test_every_blocking_call_has_a_twin_for_event_loops(tiny_engine: Engine) -> None:
