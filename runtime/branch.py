@@ -123,6 +123,8 @@ class Branch:
 
     def stream(self, params: SamplingParams | None = None) -> Generation:
         """Generate piece by piece; leaving its `with` block aborts."""
+        if self._seems_busy:
+            self._core.call(_nothing).result()
         sink = QueueSink()
         return Generation(sink, self._start(sink, params))
 
@@ -141,6 +143,8 @@ class Branch:
     ) -> AsyncGeneration:
         """Start as `agenerate` does, and return the generation under way, which ends with an error after `timeout_s` seconds."""
         await self._core.prepare(params)
+        if self._seems_busy:
+            await asyncio.wrap_future(self._core.call(_nothing))
         sink = AsyncSink()
         return AsyncGeneration(sink, self._start(sink, params, timeout_s=timeout_s))
 
@@ -350,9 +354,14 @@ class Branch:
     def _token_ids(self) -> Future[list[int]]:
         return self._core.call(lambda: self._live_path().tokens.tolist())
 
+    @property
+    def _seems_busy(self) -> bool:
+        """Whether a generation runs on it, or was aborted and the engine has not come to that: it has after any later `call`."""
+        return self._request is not None and self._request.phase is not Phase.FINISHED
+
     def _idle_path(self) -> Path:
         path = self._live_path()
-        if self._request is not None and self._request.phase is not Phase.FINISHED:
+        if self._seems_busy:
             raise InvalidRequest("the branch is generating; wait for the end, or fork it", field="branch")
         return path
 
@@ -477,6 +486,10 @@ class Branch:
     def _encode(self, continuation: str | Sequence[int], name: str) -> array[int]:
         core = self._core
         return encode_continuation(continuation, core.tokenizer, vocab_size=core.model.vocab_size, name=name)
+
+
+def _nothing() -> None:
+    """Take the engine's thread a moment."""
 
 
 def _whole(path: Path) -> int:

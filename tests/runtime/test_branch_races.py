@@ -13,6 +13,7 @@ import pytest
 from phloem.runtime import (
     Branch,
     Cancelled,
+    Completion,
     Engine,
     EngineClosed,
     InvalidRequest,
@@ -146,6 +147,20 @@ def test_who_has_seen_the_end_of_a_generation_may_go_on_at_once(
             branch.generate(SHORT)
         tiny_engine.generate("abc", SHORT)
     assert still_running == [0] * 4
+
+
+def test_a_branch_can_be_gone_on_from_right_after_an_abort(tiny_engine: Engine) -> None:
+    async def leave_and_go_on(branch: Branch) -> Completion:
+        async with await branch.asubmit(ENDLESS) as generation:
+            await anext(aiter(generation))
+        return await branch.agenerate(SHORT)
+
+    with tiny_engine.branch("abc") as branch:
+        for _ in range(5):
+            with branch.stream(ENDLESS) as generation:
+                next(iter(generation))
+            assert branch.generate(SHORT).finish_reason == "length"
+            assert asyncio.run(leave_and_go_on(branch)).finish_reason == "length"
 
 
 def test_branches_of_another_engine_are_refused(tiny_engine: Engine, tiny_path: Path) -> None:
