@@ -6,6 +6,7 @@ import pytest
 from chat_models import PLAIN, TEMPLATES, make_chat_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sentencepiece_model import make_sentencepiece_model
 from small_programs import run
 
 from phloem.runtime import Engine, InvalidRequest
@@ -18,10 +19,15 @@ CONTENTS = st.lists(
 ).map("".join)
 
 
-@pytest.fixture(scope="module", params=["plain", *TEMPLATES])
+@pytest.fixture(scope="module", params=["plain", *TEMPLATES, "prepend", "first"])
 def roles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    template = {"plain": PLAIN, **TEMPLATES}[request.param]
-    path = make_chat_model(tmp_path_factory.mktemp("models") / request.param, template)
+    directory = tmp_path_factory.mktemp("models") / request.param
+    template = {"plain": PLAIN, **TEMPLATES}.get(request.param)
+    path = (
+        make_sentencepiece_model(directory, request.param)
+        if template is None
+        else make_chat_model(directory, template)
+    )
     with Engine(path, num_blocks=16) as engine:
         yield Roles(engine)
 
