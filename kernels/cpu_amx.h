@@ -9,6 +9,7 @@
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define PHLOEM_HAS_AMX 1
 
+#include <array>
 #include <cstdint>
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -25,21 +26,27 @@ inline bool amx_is_allowed() {
   return is_allowed;
 }
 
-// The tile registers of this thread, all of full size, for as long as the object lives.
+// The tile registers of this thread, for as long as the object lives: of full size, until told otherwise.
 struct AmxTiles {
-  AmxTiles() {
-    struct alignas(64) { uint8_t palette = 1, start_row = 0, reserved[14] = {}; uint16_t row_bytes[16] = {}; uint8_t rows[16] = {}; } config;
-    for (int i = 0; i < 8; i++) config.row_bytes[i] = TILE_BYTES, config.rows[i] = TILE_ROWS;
-    __asm__ volatile("ldtilecfg %0" ::"m"(config));
-  }
+  AmxTiles() { set_rows({TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS}); }
   ~AmxTiles() { _tile_release(); }
   AmxTiles(const AmxTiles&) = delete;
+
+  // Rows of each register, 1 to 16; what they hold is lost.
+  void set_rows(const std::array<int, 8>& rows) {
+    struct alignas(64) { uint8_t palette = 1, start_row = 0, reserved[14] = {}; uint16_t row_bytes[16] = {}; uint8_t rows[16] = {}; } config;
+    for (int i = 0; i < 8; i++) config.row_bytes[i] = TILE_BYTES, config.rows[i] = uint8_t(rows[i]);
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+  }
 };
 
 // The instructions, on registers 0 to 7. As assembly, since the compiler's own forms let stores move past a load of a tile.
 template <int R> inline void tile_zero() { __asm__ volatile("tilezero %%tmm%c0" ::"i"(R)); }
 template <int R> inline void tile_load(const void* from, int64_t stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(R) : "memory");
+}
+template <int R> inline void tile_load_once(const void* from, int64_t stride) {  // of data that is not soon needed again
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(R) : "memory");
 }
 template <int R> inline void tile_store(void* to, int64_t stride) {
   __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(R) : "memory");

@@ -43,12 +43,6 @@ template <class Run> inline void for_vectors(int width, Run run) {
   if (d < width) run(d, Rest{width - d});
 }
 
-// The values of v as type T holds them.
-template <class T> inline Vec rounded(Vec v) {
-  if constexpr (sizeof(T) == 4) return v;
-  else return (Vec)(__builtin_convertvector(round_to_bf16(v), UVec) << 16);
-}
-
 // hidden += delta, if there is one; out = hidden / rms(hidden) * weight.
 template <class T> void add_norm_row(T* hidden, const T* delta, const T* weight, T* out, int width, float eps) {
   Vec squares[CHAINS] = {};
@@ -71,12 +65,6 @@ template <class T> void add_norm_row(T* hidden, const T* delta, const T* weight,
     const Vec unit = rounded<T>(at.get(hidden + d) * scale);
     at.put(out + d, unit * at.get(weight + d));
   });
-}
-
-// x / (1 + exp(-x)), by exp of a number that is not positive
-inline Vec silu(Vec x) {
-  const Vec e = exp_negative((Vec)((IVec)x | INT32_MIN));  // exp(-|x|)
-  return select(x < Vec{}, x * e, x) / (e + 1.0f);
 }
 
 template <class T> void silu_and_mul_row(const T* gate, const T* up, T* out, int width) {

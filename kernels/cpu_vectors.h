@@ -89,6 +89,12 @@ inline Vec tanh(Vec x) {
   return (Vec)((IVec)((1.0f - e) / (1.0f + e)) | ((IVec)x & INT32_MIN));
 }
 
+// x / (1 + exp(-x)), by exp of a number that is not positive
+inline Vec silu(Vec x) {
+  const Vec e = exp_negative((Vec)((IVec)x | INT32_MIN));  // exp(-|x|)
+  return select(x < Vec{}, x * e, x) / (e + 1.0f);
+}
+
 template <class Op> inline float reduce(Vec v, Op op) {
   float x[LANES];
   store(x, v);
@@ -134,6 +140,12 @@ inline HVec round_to_bf16(Vec x) {  // to nearest, ties to even; what is too sma
   const UVec bits = select_bits((IVec)(x != x), UVec{} + 0x7fc0u, (u + 0x7fff + odd) >> 16);
   return __builtin_convertvector(bits, HVec);
 #endif
+}
+
+// The values of v as type T holds them.
+template <class T> inline Vec rounded(Vec v) {
+  if constexpr (sizeof(T) == 4) return v;
+  else return (Vec)(__builtin_convertvector(round_to_bf16(v), UVec) << 16);
 }
 
 inline void narrow(float x, float* out) { *out = x; }

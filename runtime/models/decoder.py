@@ -17,6 +17,7 @@ from phloem.kernels.attention import AttentionBackend
 from phloem.kernels.cpu import make_cpu_linear, make_cpu_ops
 from phloem.kernels.cpu_linear import TileLinear
 from phloem.kernels.fused_ops import FusedOps, torch_ops
+from phloem.kernels.gated_linear import GatedLinear
 from phloem.kernels.linear import PackedLinear, RowLadder
 from phloem.kernels.rope import RotaryEmbedding
 from phloem.runtime.models.config import ModelConfig
@@ -31,7 +32,7 @@ class _Layer:
     k_norm: torch.Tensor | None
     output: PackedLinear
     mlp_norm: torch.Tensor
-    gate_up: PackedLinear
+    gate_up: GatedLinear
     down: PackedLinear
 
 
@@ -64,14 +65,15 @@ class Decoder:
             max_position: Longest path that will be run; None means the config's. It fixes the table of
                 `dynamic` rope scaling.
             device: Where the weights live.
-            ops: The operations between matrix products; None takes compiled ones on a CPU, elsewhere torch's.
+            ops: The operations between matrix products; None takes compiled ones on a CPU, some of them fused into
+                the products, elsewhere torch's.
         """
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
         self._ops = ops or (make_cpu_ops() if self.device.type == "cpu" else torch_ops())
-        tiles = make_cpu_linear() if self.device.type == "cpu" else None
-        builder = _Builder(checkpoint, dtype, self.device, deterministic, tiles)
+        tiles = make_cpu_linear() if ops is None and self.device.type == "cpu" else None
+        builder = _Builder(checkpoint, dtype, self.device, deterministic, self._ops, tiles)
         self._embedding = builder.read("model.embed_tokens.weight")
         self._layers = [builder.layer(index, config) for index in range(config.num_layers)]
         self._norm = builder.read("model.norm.weight")
@@ -134,7 +136,7 @@ class Decoder:
         return layer.output(attention.attend(index, q).flatten(1))
 
     def _mlp(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
-        return layer.down(self._ops.silu_and_mul(layer.gate_up(normed)))
+        return layer.down(layer.gate_up(normed))
 
 
 @dataclass(slots=True)
@@ -145,6 +147,7 @@ class _Builder:
     dtype: torch.dtype
     device: torch.device
     deterministic: bool
+    ops: FusedOps
     tiles: TileLinear | None
     ladder: RowLadder = field(default_factory=RowLadder)
 
@@ -161,17 +164,31 @@ class _Builder:
             k_norm=self.read(f"{attention}k_norm.weight") if has_norm else None,
             output=self.linear([f"{attention}o_proj"], has_bias=config.o_bias),
             mlp_norm=self.read(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self.linear([f"{mlp}gate_proj", f"{mlp}up_proj"], has_bias=config.mlp_bias),
+            gate_up=self.gated_linear(f"{mlp}gate_proj", f"{mlp}up_proj", has_bias=config.mlp_bias),
             down=self.linear([f"{mlp}down_proj"], has_bias=config.mlp_bias),
         )
 
     def linear(self, names: list[str], *, has_bias: bool) -> PackedLinear:
-        """One linear layer out of several that read the same input, stacked by output."""
-        weight = torch.cat([self.read(f"{name}.weight") for name in names])
-        bias = torch.cat([self.read(f"{name}.bias") for name in names]) if has_bias else None
+        weight, bias = self.stacked(names, has_bias=has_bias)
         return PackedLinear(
             weight, bias, ladder=self.ladder, deterministic=self.deterministic, tiles=self.tiles
         )
+
+    def gated_linear(self, gate: str, up: str, *, has_bias: bool) -> GatedLinear:
+        weight, bias = self.stacked([gate, up], has_bias=has_bias)
+        return GatedLinear(
+            weight,
+            bias,
+            silu_and_mul=self.ops.silu_and_mul,
+            ladder=self.ladder,
+            deterministic=self.deterministic,
+            tiles=self.tiles,
+        )
+
+    def stacked(self, names: list[str], *, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of several linear layers that read the same input, stacked by output."""
+        weight = torch.cat([self.read(f"{name}.weight") for name in names])
+        return weight, torch.cat([self.read(f"{name}.bias") for name in names]) if has_bias else None
 
     def read(self, name: str) -> torch.Tensor:
         return self.checkpoint.tensor(name, self.dtype).to(self.device)

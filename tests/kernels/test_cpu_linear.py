@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phloem.kernels.cpu import make_cpu_linear
+from phloem.kernels.cpu import make_cpu_linear, make_cpu_ops
 from phloem.kernels.cpu_linear import TileLinear, pack
+from phloem.kernels.fused_ops import torch_ops
+from phloem.kernels.gated_linear import GatedLinear
 from phloem.kernels.linear import PackedLinear, has_amx
 
 ROWS = [1, 3, 15, 16, 17, 31, 33, 64, 65, 200, 513]
@@ -128,3 +130,30 @@ def test_a_packed_weight_is_stripes_of_steps_of_two_tiles() -> None:
     assert packed.shape == (2, 2, 2, 16, 16, 2)
     assert packed[0, 1, 1, 3, 5, 1] == weight[16 + 5, 32 + 2 * 3 + 1]
     assert packed[1].flatten(0, 1)[1].sum() == 0, "outputs 48 to 63 are padding"
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(3072, 576), (2 * 50, 64), (2 * 7, 32)])
+def test_a_gated_product_is_the_product_and_then_the_activation(
+    tiles: TileLinear, shape: tuple[int, int], has_bias: bool
+) -> None:
+    weight, bias = draw(*shape), draw(shape[0], seed=2) if has_bias else None
+    linear, silu_and_mul = PackedLinear(weight, bias, tiles=tiles), make_cpu_ops().silu_and_mul
+    fused = GatedLinear(weight, bias, silu_and_mul=silu_and_mul, tiles=tiles)
+    x = draw(200, shape[1], seed=3)
+    wanted = silu_and_mul(linear(x))
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for num_rows in (0, 1, 16, 17, 33, 200):
+            assert torch.equal(fused(x[:num_rows]), wanted[:num_rows])
+
+
+def test_without_tiles_the_activation_is_an_operation_of_its_own() -> None:
+    weight, x = draw(64, 40), draw(5, 40)
+    silu_and_mul = torch_ops().silu_and_mul
+    assert torch.equal(
+        GatedLinear(weight, silu_and_mul=silu_and_mul)(x), silu_and_mul(PackedLinear(weight)(x))
+    )
+    with pytest.raises(ValueError, match="as many gates as gated outputs"):
+        GatedLinear(draw(3, 32), silu_and_mul=silu_and_mul)
