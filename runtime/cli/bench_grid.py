@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -47,7 +48,8 @@ def run_bench_grid(
         with chrome_trace(outputs.profile_path):
             examples = grid.counter_examples()
     console.print(limits_table(limits))
-    console.print(table_of(cells, floors))
+    for table in tables_of(cells, floors):
+        console.print(table)
     console.print(_examples_table(examples))
     results = {
         "limits": [asdict(limit) for limit in limits],
@@ -66,32 +68,18 @@ def limit_share(cell: Cell, floors: FloorModel) -> float:
     return (prefill_s + decode_s) / cell.total.median_s
 
 
-def table_of(cells: Sequence[Cell], floors: FloorModel) -> Table:
-    """Return the cells as a table; times are median / p95 / p99."""
-    table = Table(
-        title=f"{cells[0].samples} samples each; ms as median / p95 / p99; counters over all samples",
-        title_justify="left",
-    )
-    for heading in (
-        "prefix", "out", "others", "cache", "cached", "first token", "next token", "total", "computed", "evicted", "of the limit",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
+def tables_of(cells: Sequence[Cell], floors: FloorModel) -> list[Table]:
+    """Return the cells' times, and what was counted, as tables."""
+    samples = cells[0].samples
+    times = _table(f"{samples} samples each: ms, median/p95/p99", "first token", "next token", "total")
+    counts = _table(f"{samples} samples together", "cached", "computed", "evicted", "of the limit")
     for cell in cells:
-        table.add_row(
-            f"{cell.prefix:,}",
-            str(cell.output),
-            cell.interference,
-            "on" if cell.cache else "off",
-            f"{cell.cached_tokens:,}",
-            _cell(cell.first_token),
-            "" if cell.next_token is None else _cell(cell.next_token),
-            _cell(cell.total),
-            f"{cell.counters['computed_tokens']:,}",
-            f"{cell.counters['evictions']:,}",
-            f"{limit_share(cell, floors):.0%}",
-            end_section=not cell.cache and cell.output == max(each.output for each in cells),
-        )
-    return table
+        place = [f"{cell.prefix:,}", str(cell.output), cell.interference, "on" if cell.cache else "off"]
+        gaps = "" if cell.next_token is None else _cell(cell.next_token)
+        times.add_row(*place, _cell(cell.first_token), gaps, _cell(cell.total))
+        numbers = [f"{cell.counters[name]:,}" for name in ("cached_tokens", "computed_tokens", "evictions")]
+        counts.add_row(*place, *numbers, f"{limit_share(cell, floors):.0%}")
+    return [times, counts]
 
 
 def charts_of(cells: Sequence[Cell]) -> list[Bars]:
@@ -110,8 +98,16 @@ def charts_of(cells: Sequence[Cell]) -> list[Bars]:
     return [bars("First token", "first_token"), bars("Whole answer", "total")]
 
 
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("prefix", "out", "others", "cache", *headings):
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
 def _cell(spread: Spread) -> str:
-    return " / ".join(f"{value * 1e3:,.1f}" for value in (spread.median_s, spread.p95_s, spread.p99_s))
+    times = [value * 1e3 for value in (spread.median_s, spread.p95_s, spread.p99_s)]
+    return "/".join(f"{time:.0f}" if time >= 100 else f"{time:.3g}" for time in times)
 
 
 def _examples_table(examples: Sequence[CounterExample]) -> Table:

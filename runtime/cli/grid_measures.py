@@ -146,9 +146,9 @@ class Grid:
         """Return three prompts that look like hits and must not be."""
         length = min(self.sizes.prefixes)
         draw = random.Random(1)
-        with self.make_engine(
-            num_blocks=self.sizes.num_blocks(length, EVICTING), block_size=_BLOCK_SIZE
-        ) as engine:
+        # Room for what is asked side by side; little enough to be filled by one prompt.
+        num_blocks = self.sizes.num_blocks(length, EVICTING) + 3 * -(-length // _BLOCK_SIZE)
+        with self.make_engine(num_blocks=num_blocks, block_size=_BLOCK_SIZE) as engine:
             prompt = random_ids(engine, draw, length)
             other = [(prompt[0] + 1) % engine.tokenizer.vocab_size, *prompt[1:]]
             elsewhere = Namespace(salt="another")
