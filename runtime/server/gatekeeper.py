@@ -70,7 +70,7 @@ class Gatekeeper:
     async def _admit(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the body of a request that may pass; None if its client has gone."""
         if self._settings.serves_this_machine_only:
-            _check_host(scope)
+            _check_caller(scope)
         if scope["path"] not in OPEN_PATHS:
             tenant = self._keys.tenant_of(key_in(scope["headers"]))
             scope.setdefault("state", {})["tenant"] = tenant
@@ -114,9 +114,16 @@ async def _read_at_most(receive: Receive, limit: int) -> bytes | None:
             return b"".join(parts)
 
 
-def _check_host(scope: Scope) -> None:
-    """Refuse a request under another machine's name: a web page whose name was made to point here (DNS rebinding)."""
-    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+def _check_caller(scope: Scope) -> None:
+    """Refuse web pages of elsewhere, which the browser on this machine runs.
+
+    One whose name was made to point here (DNS rebinding) asks under that name; one that just sends a request is told of by its browser.
+    """
+    headers = dict(scope["headers"])
+    if headers.get(b"sec-fetch-site") == b"cross-site":
+        message = "requests from other sites' pages are not served: set an API key, or allow_anonymous"
+        raise ApiError(Failure(403, "permission", message))
+    host = headers.get(b"host", b"").decode("latin-1")
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     if not is_loopback(name.strip("[]")):
         message = f"requests for {name!r} are not served: set an API key, or allow_anonymous"

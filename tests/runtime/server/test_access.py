@@ -97,6 +97,15 @@ def test_without_a_key_another_machines_name_is_not_served(engine: Engine) -> No
         assert client.get("/v1/models", headers=headers).status_code == 200
 
 
+def test_without_a_key_pages_of_other_sites_are_not_served(engine: Engine) -> None:
+    with live_server(engine) as server, server.client() as client:
+        for site, status in (("cross-site", 403), ("same-site", 200), ("same-origin", 200), ("none", 200)):
+            assert client.get("/flush_cache", headers={"Sec-Fetch-Site": site}).status_code == status
+    with live_server(engine, api_keys=KEYS) as server, server.client() as client:
+        headers = {"Sec-Fetch-Site": "cross-site", "x-api-key": KEYS[0]}
+        assert client.get("/v1/models", headers=headers).status_code == 200
+
+
 def test_each_key_and_each_salt_has_a_namespace_of_its_own() -> None:
     ring = KeyRing(KEYS, ADMIN, b"secret")
     tenants = [ring.tenant_of(key) for key in (*KEYS, ADMIN)]
