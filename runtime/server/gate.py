@@ -28,6 +28,9 @@ class Gate:
         self.draining = False
         """Whether no more requests are taken."""
 
+        self.inside = 0
+        """Requests under way that generate, from their first byte on: also those whose prompt is still being encoded."""
+
         self.refused = 0
         self._limit = limit
         self._retry_after_s = retry_after_s
@@ -42,6 +45,21 @@ class Gate:
         self.active += count
         return Ticket(self, count)
 
+    def enter(self) -> None:
+        """Take a place among the requests under way, of which each will have a generation at least.
+
+        Raises:
+            ApiError: As `check`, or 429 because so many are there already, be it without a generation yet.
+        """
+        self.check(1)
+        if self.inside >= self._limit:
+            raise self._overloaded(f"{self.inside} requests are under way")
+        self.inside += 1
+
+    def leave(self) -> None:
+        """Give back what `enter` took."""
+        self.inside -= 1
+
     def check(self, count: int) -> None:
         """Check that there are places for so many generations; before any work is done for them, such as encoding.
 
@@ -54,11 +72,14 @@ class Gate:
                 f"the request asks for {count} generations; the server takes {self._limit}: send fewer prompts, or a lower n"
             )
         if self.active + count > self._limit:
-            self.refused += 1
-            message = f"{self.active} generations are under way or waiting, of {self._limit} that the server takes; try again"
-            raise ApiError(
-                Failure(429, "rate_limit", message, code="overloaded", retry_after_s=self._retry_after_s)
-            )
+            raise self._overloaded(f"{self.active} generations are under way or waiting")
+
+    def _overloaded(self, what: str) -> ApiError:
+        self.refused += 1
+        message = f"{what}, of {self._limit} that the server takes; try again"
+        return ApiError(
+            Failure(429, "rate_limit", message, code="overloaded", retry_after_s=self._retry_after_s)
+        )
 
     def check_open(self) -> None:
         """Check that requests are taken.

@@ -58,14 +58,19 @@ class Gatekeeper:
             return
         if body is None:
             return
-        if scope["path"] in GENERATING:
-            # An overloaded server says no for a fraction of what parsing a request costs.
-            try:
-                self._gate.check(1)
-            except ApiError as error:
-                await respond(error.failure, self._render_for(scope["path"]))(scope, receive, send)
-                return
-        await self._app(scope, _replay(body, receive), send)
+        if scope["path"] not in GENERATING:
+            await self._app(scope, _replay(body, receive), send)
+            return
+        # An overloaded server says no for a fraction of what parsing a request costs.
+        try:
+            self._gate.enter()
+        except ApiError as error:
+            await respond(error.failure, self._render_for(scope["path"]))(scope, receive, send)
+            return
+        try:
+            await self._app(scope, _replay(body, receive), send)
+        finally:
+            self._gate.leave()
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the body of a request that may pass; None if its client has gone."""

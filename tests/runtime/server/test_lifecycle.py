@@ -1,10 +1,13 @@
 """What happens around answers: clients that go, too many of them, too little time, the end of the server."""
 
+import asyncio
 import json
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,6 +16,7 @@ from live_server import LiveServer, live_server, send_raw, wait_until_running
 from openai import APIStatusError, APITimeoutError, OpenAI, RateLimitError
 
 from phloem.runtime import Engine
+from phloem.runtime.server.gate import Ticket
 
 ENDLESS = {"model": "tiny", "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 CHAT = {
@@ -86,6 +90,35 @@ def test_too_many_requests_are_told_to_come_later_at_once(engine: Engine) -> Non
             assert client.get("/v1/models").status_code == 200
         server.wait_until_idle()
         assert client.post("/v1/completions", json={**ENDLESS, "max_tokens": 1}).status_code == 200
+        server.wait_until_idle()
+
+
+def test_requests_whose_prompts_are_being_encoded_count_too(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    asubmit = engine.asubmit
+
+    async def held(*args: Any, **options: Any) -> Any:
+        await asyncio.to_thread(go_on.wait, 10)
+        return await asubmit(*args, **options)
+
+    monkeypatch.setattr(engine, "asubmit", held)
+    with live_server(engine, max_requests=4) as server, server.client() as client:
+        monkeypatch.setattr(server.service.gate, "admit", lambda count: Ticket(server.service.gate, 0))
+        body = {**ENDLESS, "max_tokens": 1}
+        with ThreadPoolExecutor(4) as threads:
+            waiting = [threads.submit(client.post, "/v1/completions", json=body) for _ in range(4)]
+            deadline = time.monotonic() + 10
+            while server.service.gate.inside < 4 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            assert client.post("/v1/completions", json=body).status_code == 429
+            go_on.set()
+            assert [each.result().status_code for each in waiting] == [200] * 4
+        assert client.post("/v1/completions", json=body).status_code == 200
+        while server.service.gate.inside and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert server.service.gate.inside == 0
         server.wait_until_idle()
 
 
