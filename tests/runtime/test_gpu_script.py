@@ -70,7 +70,7 @@ def test_a_bare_python_is_told_what_to_bring(tmp_path: Path) -> None:
         "torch>=2.11",
         "sortedcontainers>=2.4",
         "flashinfer-python==0.6.18.post1",
-        "pytest>=8.2",
+        "pytest>=9.0",
     ):
         assert requirement in lines
     assert "pip download" in done.stdout

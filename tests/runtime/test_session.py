@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -249,7 +248,11 @@ def test_a_keyboard_interrupt_can_be_gone_on_from(session: Session, monkeypatch:
     stream = session.say("hello", stream=True, params=SamplingParams(max_tokens=500, ignore_eos=True, seed=1))
     pieces = [next(stream)]
     get = QueueSink.get
-    monkeypatch.setattr(QueueSink, "get", lambda sink: signal.raise_signal(signal.SIGINT))
+
+    def interrupt(sink: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(QueueSink, "get", interrupt)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
     monkeypatch.setattr(QueueSink, "get", get)
