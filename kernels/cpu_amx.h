@@ -17,7 +17,8 @@
 
 namespace {
 
-constexpr int TILE_ROWS = 16, TILE_BYTES = 64;
+constexpr int TILE_ROWS = 16, TILE_BYTES = 64;  // of a register: its rows, and the bytes of each
+constexpr int STEP = 32;                        // bf16 values of a row, which one product sums over
 
 // Whether this process may use the tiles: Linux grants their 8 KiB of state per thread on request.
 inline bool amx_is_allowed() {

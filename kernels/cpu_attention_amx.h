@@ -21,7 +21,6 @@ struct Visible { int begin, end; };  // half-open, as offsets into a span or a p
 
 #if PHLOEM_HAS_AMX
 
-constexpr int STEP = 32;                   // keys, or dims, of one product
 constexpr int TILE_FLOATS = LANES * LANES;
 constexpr int MAX_DIM = 512;
 

@@ -26,7 +26,6 @@ namespace {
 
 #if PHLOEM_HAS_AMX
 
-constexpr int STEP = 32;                    // inputs
 constexpr int STRIPE = 32;                  // outputs
 constexpr int BLOCK = 2 * TILE_ROWS;        // rows
 constexpr int HALF_STEP_BYTES = 1024;       // a tile of W
