@@ -300,7 +300,7 @@ template <class T, class Q, Arithmetic A> struct Tile {
     Vec highest = hidden, sum = {};
     for (int key = begin / LANES * LANES; key < end; key += LANES) {
       Vec score = load(x + key) * a.scale;
-      if (a.soft_cap > 0) score = tanh(score / a.soft_cap) * a.soft_cap;
+      if (a.soft_cap > 0) score = capped(score, a.soft_cap);
       score = select((lane + key >= begin) & (lane + key < end), score, hidden);
       highest = select(score > highest, score, highest);
       store(x + key, score);

@@ -124,7 +124,7 @@ class AmxSpan {
 
   void cap(int begin, int end) {
     for (float* score = scores_ + begin * LANES; score < scores_ + end * LANES; score += LANES)
-      store(score, tanh(load(score) * scale_ / soft_cap_) * soft_cap_);
+      store(score, capped(load(score) * scale_, soft_cap_));
   }
 
   // Scores of a group become weights; `next` is wanted soon.

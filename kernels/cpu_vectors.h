@@ -89,6 +89,8 @@ inline Vec tanh(Vec x) {
   return (Vec)((IVec)((1.0f - e) / (1.0f + e)) | ((IVec)x & INT32_MIN));
 }
 
+inline Vec capped(Vec score, float cap) { return tanh(score / cap) * cap; }
+
 // x / (1 + exp(-x)), by exp of a number that is not positive
 inline Vec silu(Vec x) {
   const Vec e = exp_negative((Vec)((IVec)x | INT32_MIN));  // exp(-|x|)
