@@ -10,6 +10,7 @@ Neither the tile of queries that a row ran in, nor the thread, nor the step that
 two implementations round differently from each other: choose one per process and stay with it.
 """
 
+import ctypes
 import logging
 import os
 from collections.abc import Mapping
@@ -71,22 +72,28 @@ def make_cpu_ops(environ: Mapping[str, str] = os.environ) -> FusedOps:
     Raises:
         BuildError: PHLOEM_CPU_KERNEL is "native" and they can't be built.
     """
-    choice = environ.get(CHOICE_VARIABLE, "")
-    if choice == "torch":
-        return torch_ops()
-    try:
-        return native_ops(load_library(environ))
-    except BuildError:
-        if choice == "native":
-            raise
-        return torch_ops()
+    library = _library(environ)
+    return torch_ops() if library is None else native_ops(library)
 
 
 def make_cpu_linear(environ: Mapping[str, str] = os.environ) -> TileLinear | None:
-    """Make the compiled linear layers, or None where there is no compiler, no AMX, or PHLOEM_CPU_KERNEL is "torch"."""
-    if environ.get(CHOICE_VARIABLE, "") == "torch":
+    """Make the compiled linear layers, or None where there is no compiler, no AMX, or PHLOEM_CPU_KERNEL is "torch".
+
+    Raises:
+        BuildError: PHLOEM_CPU_KERNEL is "native" and they can't be built.
+    """
+    library = _library(environ)
+    return None if library is None else tile_linear(library)
+
+
+def _library(environ: Mapping[str, str]) -> ctypes.CDLL | None:
+    """The compiled code; None where it is not wanted, or can't be had and is not insisted on."""
+    choice = environ.get(CHOICE_VARIABLE, "")
+    if choice == "torch":
         return None
     try:
-        return tile_linear(load_library(environ))
+        return load_library(environ)
     except BuildError:
+        if choice == "native":
+            raise
         return None
