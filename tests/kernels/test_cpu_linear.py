@@ -12,6 +12,7 @@ from phloem.kernels.cpu_linear import TileLinear, pack
 from phloem.kernels.fused_ops import torch_ops
 from phloem.kernels.gated_linear import GatedLinear
 from phloem.kernels.linear import PackedLinear, has_amx
+from phloem.kernels.native_build import BuildError
 
 ROWS = [1, 3, 15, 16, 17, 31, 33, 64, 65, 200, 513]
 SHAPES = [(576, 576), (576, 1536), (960, 96), (33, 64), (100, 1536), (1, 32), (17, 32)]
@@ -46,6 +47,13 @@ def test_a_machine_with_amx_has_the_product() -> None:
 
 def test_the_environment_switches_it_off() -> None:
     assert make_cpu_linear({**os.environ, "PHLOEM_CPU_KERNEL": "torch"}) is None
+
+
+def test_without_a_compiler_there_is_none_unless_it_is_insisted_on() -> None:
+    broken = {**os.environ, "CXX": "/no/such/compiler", "PHLOEM_CPU_KERNEL": ""}
+    assert make_cpu_linear(broken) is None
+    with pytest.raises(BuildError, match="CXX"):
+        make_cpu_linear({**broken, "PHLOEM_CPU_KERNEL": "native"})
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
