@@ -24,7 +24,7 @@ def puts_contents_out(template: str) -> bool:
     except (TemplateError, RecursionError):
         return False
     parents = {child: node for node in _walk(tree) for child in node.iter_child_nodes()}
-    loaded = [name for name in tree.find_all(nodes.Name) if name.ctx == "load"]
+    loaded = [node for node in parents if isinstance(node, nodes.Name) and node.ctx == "load"]
     messages: list[nodes.Node] = []
     loop_variables = set()
     for name in loaded:
@@ -45,6 +45,7 @@ def puts_contents_out(template: str) -> bool:
 
 
 def _walk(node: nodes.Node) -> Iterator[nodes.Node]:
+    # Without recursion, unlike jinja's `find_all`: a long sum is as deep as it is long.
     pending = [node]
     while pending:
         yield pending[-1]
