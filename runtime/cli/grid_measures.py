@@ -14,6 +14,7 @@ import numpy as np
 
 from phloem.radix import Namespace
 from phloem.runtime.cli.bench_common import random_ids
+from phloem.runtime.cli.workloads.client import Stopwatch
 from phloem.runtime.engine import Engine
 from phloem.runtime.outputs import Completion, EngineStats
 from phloem.runtime.sampling_params import SamplingParams
@@ -200,14 +201,10 @@ class Grid:
 def _sample(engine: Engine, prompt: list[int], output: int, samples: _Samples) -> None:
     before = engine.stats()
     params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
-    last = None
+    watch = Stopwatch(time.perf_counter(), gaps_s=samples.gaps_s)
     generation = engine.stream(prompt, params)
     for chunk in generation:
-        now = time.perf_counter()
-        if chunk.token_ids:
-            if last is not None:
-                samples.gaps_s.append((now - last) / len(chunk.token_ids))
-            last = now
+        watch.piece(len(chunk.token_ids))
     done = generation.result()
     after = engine.stats()
     samples.first_token_s.append(done.first_token_s)

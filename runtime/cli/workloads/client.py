@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from phloem.runtime.engine import Engine
@@ -59,14 +59,16 @@ class Stopwatch:
     started: float
     first_token_s: float = float("nan")
     last: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    """Between two pieces, divided by the tokens of the later one."""
 
-    def piece(self, num_tokens: int, gaps: list[float]) -> None:
-        """Note a piece that arrives now, and append the time since the one before."""
+    def piece(self, num_tokens: int) -> None:
+        """Note a piece that arrives now."""
         if num_tokens == 0:
             return
         now = time.perf_counter()
         if self.last:
-            gaps.append((now - self.last) / num_tokens)
+            self.gaps_s.append((now - self.last) / num_tokens)
         else:
             self.first_token_s = now - self.started
         self.last = now
@@ -102,9 +104,9 @@ class EngineClient:
 
 
 async def _answer(ask: Ask, generation: AsyncGeneration, started: float) -> Answer:
-    watch, gaps = Stopwatch(started), list[float]()
+    watch = Stopwatch(started)
     async for chunk in generation:
-        watch.piece(len(chunk.token_ids), gaps)
+        watch.piece(len(chunk.token_ids))
     done = await generation.result()
     return Answer(
         ask,
@@ -113,6 +115,6 @@ async def _answer(ask: Ask, generation: AsyncGeneration, started: float) -> Answ
         done.usage.cached_tokens,
         done.usage.completion_tokens,
         watch.first_token_s,
-        gaps,
+        watch.gaps_s,
         time.perf_counter() - started,
     )

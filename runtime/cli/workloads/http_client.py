@@ -119,7 +119,6 @@ class _Reading:
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
-        self._gaps: list[float] = []
         self._text: list[str] = []
         self._ids: list[int] = []
         self._usage: dict[str, Any] | None = None
@@ -134,7 +133,7 @@ class _Reading:
             text = choice.get("text") or ""
             self._ids += ids
             self._text.append(text)
-            self._watch.piece(len(ids) or bool(text), self._gaps)
+            self._watch.piece(len(ids) or bool(text))
 
     def answer(self, ask: Ask, server: Server) -> Answer:
         """Return it whole. Where the server gives no ids, they are those of its text; without usage, they are counted.
@@ -154,7 +153,7 @@ class _Reading:
             cached_tokens=details.get("cached_tokens"),
             completion_tokens=usage.get("completion_tokens", len(ids)),
             first_token_s=self._watch.first_token_s,
-            gaps_s=self._gaps,
+            gaps_s=self._watch.gaps_s,
             total_s=time.perf_counter() - self._watch.started,
         )
 
