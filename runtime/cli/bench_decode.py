@@ -6,7 +6,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -66,10 +66,9 @@ class DecodeSizes:
     def fitted(self, context: int) -> DecodeSizes:
         """Return sizes for a model of this context."""
         room = context - self.new - self.output - 1
-        return DecodeSizes(
-            min(self.short, room), min(self.shared, room), min(self.long, room), self.new,
-            self.batch, self.wide, self.compared, self.output,
-        )  # fmt: skip
+        return replace(
+            self, short=min(self.short, room), shared=min(self.shared, room), long=min(self.long, room)
+        )
 
 
 DEFAULT_SIZES = DecodeSizes()
