@@ -1,4 +1,4 @@
-"""What several benchmarks do alike: prompts without a hit, verdicts, the machine's limits, and results as files."""
+"""What several benchmarks do alike: prompts without a hit, parameters, verdicts, the machine's limits, and results as files."""
 
 from __future__ import annotations
 
@@ -51,18 +51,22 @@ class DecodeStep:
 
 def decode_step(engine: Engine, prompt: list[int], count: int, *, num_tokens: int) -> DecodeStep:
     """Decode `count` children of one prompt, which is computed before, by `num_tokens` tokens."""
-    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     with engine.branch(prompt) as root:
         root.next_token_logprobs(top=1)
         before = engine.stats()
         started = time.perf_counter()
-        kids = root.expand(count, params)
+        kids = root.expand(count, greedy(num_tokens))
         seconds = time.perf_counter() - started
         after = engine.stats()
         for kid in kids:
             kid.release()
     steps = after.steps - before.steps
     return DecodeStep(seconds / steps, (after.scheduler_s - before.scheduler_s) / steps)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """Return parameters for so many tokens, whatever they are."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
 
 
 def random_ids(engine: Engine, draw: random.Random, length: int) -> list[int]:

@@ -14,10 +14,11 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from phloem.runtime import Engine, EngineConfig, SamplingParams
+from phloem.runtime import Engine, EngineConfig
 from phloem.runtime.cli.bench_common import (
     Outputs,
     decode_step,
+    greedy,
     limits_with_progress,
     random_ids,
     verdict,
@@ -233,8 +234,7 @@ def _round(
 
 
 def _first_token_s(engine: Engine, prompt: list[int]) -> float:
-    once = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    return engine.generate(prompt, once)[0].first_token_s
+    return engine.generate(prompt, greedy(1))[0].first_token_s
 
 
 def _rows(times: Sequence[_Times], sizes: DecodeSizes, floors: FloorModel) -> list[DecodeRow]:

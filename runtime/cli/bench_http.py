@@ -27,7 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from phloem.runtime import Engine, SamplingParams
-from phloem.runtime.cli.bench_common import random_ids, verdict, write_json
+from phloem.runtime.cli.bench_common import greedy, random_ids, verdict, write_json
 from phloem.runtime.cli.http_load import Reply
 from phloem.runtime.cli.serve import SANDBOX_TIMEOUT_S
 
@@ -194,7 +194,7 @@ async def _measure(both: _Both, rounds: int, advance: Callable[[], None]) -> Htt
 
 async def _request(both: _Both, path: str, body: dict[str, Any], prompt: Any) -> tuple[float, float]:
     """Return the medians of a request of one token, direct and over HTTP, one after the other."""
-    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    params = greedy(1)
     body = {**body, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     direct, http = [], []
     for number in range(NUM_REQUESTS + 1):
@@ -209,7 +209,7 @@ async def _request(both: _Both, path: str, body: dict[str, Any], prompt: Any) ->
 
 async def _decode(both: _Both, ids: Sequence[int]) -> tuple[float, float]:
     """Return tokens per second of many streams, direct and over HTTP."""
-    params = SamplingParams(max_tokens=STREAM_LEN, temperature=0, ignore_eos=True)
+    params = greedy(STREAM_LEN)
     num_tokens = NUM_STREAMS * STREAM_LEN
     direct = num_tokens / await both.direct(ids, params, streams=NUM_STREAMS)
     body = {

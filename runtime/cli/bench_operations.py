@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from phloem.runtime import Branch, Engine, SamplingParams
+from phloem.runtime import Branch, Engine
+from phloem.runtime.cli.bench_common import greedy
 from phloem.runtime.frontend.program import State, program
 from phloem.runtime.tokenizer import Tokenizer
 
 Subject = TypeVar("Subject", State, Branch)
 
-ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+ONE_TOKEN = greedy(1)
 START = "A text that goes on for some time, as texts do, and"
 TEXT = " a few more words,"
 CUT_TEXT = " a few more wor"

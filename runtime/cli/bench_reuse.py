@@ -14,7 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from phloem.runtime import Engine, SamplingParams
-from phloem.runtime.cli.bench_common import random_ids, write_json
+from phloem.runtime.cli.bench_common import greedy, random_ids, write_json
 
 PROMPT_LEN = 2048
 NUM_UNSHARED = 8
@@ -56,8 +56,7 @@ def run_bench_reuse(model: str, console: Console, *, rounds: int, json_path: Pat
 
 def _measure(warm: Engine, cold: Engine, rounds: int, console: Console) -> ReuseResult:
     draw = random.Random(0)
-    once = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    several = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0, ignore_eos=True)
+    once, several = greedy(1), greedy(OUTPUT_LEN)
     length = min(PROMPT_LEN, warm.max_model_len - 1)
     first, second, on, off, cached = [], [], [], [], 0
     # One round more: the first one warms up and is not counted.

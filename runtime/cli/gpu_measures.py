@@ -17,6 +17,7 @@ from phloem.kernels.flashinfer_options import FlashInferOptions
 from phloem.kernels.flashinfer_rows import CascadeGate
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanRow
+from phloem.runtime.cli.bench_common import greedy
 from phloem.runtime.cli.floors import Rates, decode_step_bytes, kv_bytes_per_token, prefill_flops
 from phloem.runtime.engine import Engine
 from phloem.runtime.models.config import ModelConfig
@@ -179,7 +180,7 @@ def _decode(rig: Rig, card: Rates, engine: Engine, draw: random.Random) -> Measu
 
 
 def _prefill(rig: Rig, card: Rates, engine: Engine, draw: random.Random) -> Measure:
-    once = _greedy(1)
+    once = greedy(1)
     times = []
     for _ in range(_ROUNDS + 1):
         prompt = [draw.randrange(rig.model.vocab_size) for _ in range(rig.sizes.prefix)]
@@ -192,7 +193,7 @@ def _prefill(rig: Rig, card: Rates, engine: Engine, draw: random.Random) -> Meas
 
 def _decode_step_s(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float:
     """Seconds per step of decoding all prompts together, once they are cached."""
-    once, long = _greedy(1), _greedy(1 + num_tokens)
+    once, long = greedy(1), greedy(1 + num_tokens)
     engine.generate(prompts, long)
     times = [
         (_generate_s(engine, prompts, long) - _generate_s(engine, prompts, once)) / num_tokens
@@ -205,7 +206,3 @@ def _generate_s(engine: Engine, prompts: list[list[int]], params: SamplingParams
     started = time.perf_counter()
     engine.generate(prompts, params)
     return time.perf_counter() - started
-
-
-def _greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)

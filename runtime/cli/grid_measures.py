@@ -13,11 +13,10 @@ from itertools import product
 import numpy as np
 
 from phloem.radix import Namespace
-from phloem.runtime.cli.bench_common import random_ids
+from phloem.runtime.cli.bench_common import greedy, random_ids
 from phloem.runtime.cli.workloads.client import Stopwatch
 from phloem.runtime.engine import Engine
 from phloem.runtime.outputs import Completion, EngineStats
-from phloem.runtime.sampling_params import SamplingParams
 
 NO_INTERFERENCE, EVICTING = "none", "evicting"
 _BLOCK_SIZE = 16
@@ -200,9 +199,8 @@ class Grid:
 
 def _sample(engine: Engine, prompt: list[int], output: int, samples: _Samples) -> None:
     before = engine.stats()
-    params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
     watch = Stopwatch(time.perf_counter(), gaps_s=samples.gaps_s)
-    generation = engine.stream(prompt, params)
+    generation = engine.stream(prompt, greedy(output))
     for chunk in generation:
         watch.piece(len(chunk.token_ids))
     done = generation.result()
@@ -221,8 +219,7 @@ def _evict(engine: Engine, draw: random.Random) -> None:
 
 
 def _ask(engine: Engine, prompt: list[int], *, namespace: Namespace | None = None) -> Completion:
-    once = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    return engine.generate(prompt, once, namespace=namespace)[0]
+    return engine.generate(prompt, greedy(1), namespace=namespace)[0]
 
 
 def _counter_example(name: str, control: Completion, done: Completion) -> CounterExample:
