@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+from manual_clock import ManualClock
 
 from phloem.radix import BlockPool, Namespace, RadixCache
 from phloem.radix.ages import MAX_SAMPLES, PRECISION, RESOLUTION_S, HitAges
@@ -11,21 +12,13 @@ from phloem.radix.ages import MAX_SAMPLES, PRECISION, RESOLUTION_S, HitAges
 NS = Namespace()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def cache(clock: Clock) -> RadixCache:
+def cache(clock: ManualClock) -> RadixCache:
     return RadixCache(BlockPool(64), block_size=2, clock=clock)
 
 
@@ -41,7 +34,9 @@ def ages(cache: RadixCache) -> list[int]:
     return list(cache.stats().hit_ages.counts)
 
 
-def test_a_hit_is_as_old_as_the_last_use_of_the_end_of_what_it_hits(cache: RadixCache, clock: Clock) -> None:
+def test_a_hit_is_as_old_as_the_last_use_of_the_end_of_what_it_hits(
+    cache: RadixCache, clock: ManualClock
+) -> None:
     admit(cache, [1, 2, 3, 4])
     assert sum(ages(cache)) == 0, "nothing was hit"
     clock.now += 30
@@ -56,7 +51,7 @@ def test_a_hit_is_as_old_as_the_last_use_of_the_end_of_what_it_hits(cache: Radix
     assert cache.stats().hits == 3
 
 
-def test_a_refused_admission_is_no_hit(clock: Clock) -> None:
+def test_a_refused_admission_is_no_hit(clock: ManualClock) -> None:
     cache = RadixCache(BlockPool(2), block_size=2, clock=clock)
     admit(cache, [1, 2])
     with pytest.raises(Exception, match="need"):
@@ -65,7 +60,7 @@ def test_a_refused_admission_is_no_hit(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_age_is_told_from_few_samples_and_never_too_low(clock: Clock, seed: int) -> None:
+def test_an_age_is_told_from_few_samples_and_never_too_low(clock: ManualClock, seed: int) -> None:
     draw = random.Random(seed)
     found = HitAges(clock)
     used_at_s = [clock.now]
@@ -80,7 +75,7 @@ def test_an_age_is_told_from_few_samples_and_never_too_low(clock: Clock, seed: i
         assert len(found._ticks) == len(found._times_s) <= MAX_SAMPLES
 
 
-def test_a_year_of_use_takes_no_more_memory_and_is_seldom_thinned(clock: Clock) -> None:
+def test_a_year_of_use_takes_no_more_memory_and_is_seldom_thinned(clock: ManualClock) -> None:
     found = HitAges(clock)
     lengths = [1]
     for tick in range(1, 100_000):
