@@ -134,21 +134,23 @@ class Tokenizer:
         Raises:
             InvalidRequest: As `encode`.
         """
-        anchor = self._anchor
+        anchor, num_anchor_ids = self._anchor
         if not anchor or not isinstance(text, str):
             return self.encode(text, add_special_tokens=False, parse_special_tokens=parse_special_tokens)
-        before, whole = (
-            self.encode(each, add_special_tokens=False, parse_special_tokens=parse_special_tokens)
-            for each in (anchor, anchor + text)
-        )
-        return whole[len(before) :]
+        ids = self.encode(anchor + text, add_special_tokens=False, parse_special_tokens=parse_special_tokens)
+        return ids[num_anchor_ids:]
 
     @cached_property
-    def _anchor(self) -> str:
-        """A character that takes the space before it away from a text, and joins with nothing; empty where no space is put before texts."""
+    def _anchor(self) -> tuple[str, int]:
+        """A character that takes the space before it away from a text, and joins with nothing; empty where no space is put before texts.
+
+        And how many tokens it is.
+        """
         alone = self.backend.encode("a", add_special_tokens=False)
         is_spaced = "".join(alone.tokens) != "a"
-        return "\0" if is_spaced and self.backend.token_to_id("<0x00>") in self.byte_token_ids else ""
+        if not is_spaced or self.backend.token_to_id("<0x00>") not in self.byte_token_ids:
+            return "", 0
+        return "\0", len(self.encode("\0", add_special_tokens=False))
 
     def encode_chat(
         self,
