@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from phloem.runtime.chat_messages import KnownAnswers, SpecialTextGuard, checked_messages
 from phloem.runtime.chat_template import puts_contents_out
 from phloem.runtime.errors import InvalidRequest, ModelCorrupted
+from phloem.runtime.joins import Joins
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as BackendTokenizer
@@ -229,37 +229,36 @@ class Tokenizer:
     def num_joinable(self, token_ids: Sequence[int]) -> int:
         """Return how many of the last tokens might be fewer, had the text gone on: together they begin a longer token.
 
-        0 for special tokens, and for the ``<0x..>`` tokens of vocabularies with byte fallback. O(tokens * log vocabulary).
+        0 for special tokens, and for the ``<0x..>`` tokens of vocabularies with byte fallback. O(1) in most texts, and at most
+        O(tokens * log vocabulary).
         """
-        joined, count = "", 0
-        for number, token_id in enumerate(reversed(token_ids), start=1):
-            token = self.backend.id_to_token(token_id)
-            if token is None or token_id in self.special_ids or token_id in self.byte_token_ids:
-                break
-            if joined and token[-1:] + joined[0] not in self._pairs:
-                break  # no token goes on over this seam, nor does one that begins before it
-            joined = token + joined
-            following = bisect_right(self._sorted_tokens, joined)
-            if following < len(self._sorted_tokens) and self._sorted_tokens[following].startswith(joined):
-                count = number
-        return count
+        return self._joins.count(token_ids)
+
+    def text_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
+        """Return the text that tokens add to what stands before them, of which a few are enough; empty where that can't be told.
+
+        A token's text depends on those before it: the first space of a text may be dropped, a character may be in pieces.
+        """
+        if not before or not token_ids:
+            return ""
+        if self._is_byte_level and (anchor := self._joins.spelled(before[-1])[-1:]):
+            text = _ascii_of(anchor + "".join([self._joins.spelled(each) for each in token_ids]))
+            if text:
+                return text[1:]
+        head = self.decode(before)
+        whole = self.decode([*before, *token_ids])
+        return whole[len(head) :] if head and whole.startswith(head) and "\ufffd" not in whole else ""
 
     @cached_property
-    def _sorted_tokens(self) -> list[str]:
-        """The vocabulary's tokens in its own spelling, in which joined tokens are joined strings."""
-        vocabulary = self.backend.get_vocab(with_added_tokens=False)
-        return sorted(
-            token
-            for token, token_id in vocabulary.items()
-            if token_id not in self.special_ids and token_id not in self.byte_token_ids
-        )
+    def _joins(self) -> Joins:
+        own = self.backend.get_vocab(with_added_tokens=False)
+        added = {token.content: index for index, token in self.backend.get_added_tokens_decoder().items()}
+        return Joins(own, added, apart=self.special_ids | self.byte_token_ids)
 
     @cached_property
-    def _pairs(self) -> frozenset[str]:
-        """All two characters that stand side by side in a token: where two others meet, no longer token goes on."""
-        return frozenset(
-            token[start : start + 2] for token in self._sorted_tokens for start in range(len(token) - 1)
-        )
+    def _is_byte_level(self) -> bool:
+        """Whether a token's spelling is its bytes, each as a character of its own, as GPT-2's are."""
+        return type(self.backend.decoder).__name__ == "ByteLevel"
 
     @property
     def has_chat_template(self) -> bool:
@@ -318,6 +317,12 @@ class Tokenizer:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from error
+
+
+def _ascii_of(spelled: str) -> str:
+    """Return the text of a byte-level spelling; empty unless it is ASCII, and its white space only spaces and line feeds."""
+    text = spelled.replace("Ġ", " ").replace("Ċ", "\n")
+    return text if text.isascii() else ""
 
 
 def _optional_id(value: object) -> int | None:

@@ -150,13 +150,11 @@ def _cut_seam(path: TokenPath) -> _Seam:
     count = min(tokenizer.num_joinable(path.seam()), len(path.ids) - 1)
     if count <= 0:
         return _Seam()
-    # A token's text depends on what is before it: the first space of a text may be dropped.
-    near = path.ids[-count - MAX_SEAM :]
-    before, whole = tokenizer.decode(near[:-count]), tokenizer.decode(near)
-    text = whole[len(before) :]
-    if not before or not text or not whole.startswith(before) or "\ufffd" in whole:
+    ids = path.ids[-count:]
+    text = tokenizer.text_after(path.ids[-count - MAX_SEAM : -count], ids)
+    if not text:
         return _Seam()
-    seam = _Seam(path.ids[-count:], text)
+    seam = _Seam(ids, text)
     path.cut(len(path.ids) - count)
     return seam
 

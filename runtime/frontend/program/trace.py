@@ -12,6 +12,9 @@ from typing import Any
 from phloem.runtime.frontend.program.where import locate, program_line
 from phloem.runtime.outputs import Usage
 
+_NUM_OURS = 2
+"""Callers of `Trace.step` below the program's own: it and `State._step`."""
+
 
 @dataclass(slots=True)
 class Step:
@@ -84,7 +87,7 @@ class Trace:
     def step(self, operation: str, name: str, state: str) -> Recording:
         """Record what happens inside of the returned context as one step, and locate the error that ends it, if any."""
         began_s = time.perf_counter()
-        step = Step(operation, name, state, program_line(), began_s - self._began_s)
+        step = Step(operation, name, state, program_line(_NUM_OURS), began_s - self._began_s)
         self.steps.append(step)
         return Recording(step, began_s)
 

@@ -12,12 +12,15 @@ _OURS = __name__.rpartition(".")[0]
 _LIBRARIES = (_OURS, "contextlib", "concurrent.", "asyncio.", "threading")
 
 
-def program_line() -> str | None:
+def program_line(num_ours: int = 0) -> str | None:
     """Return the line of the caller's code, outside of this package, as ``file:line, in function``.
 
     None where this package's own code was handed to a thread: the one who waits for it knows the line.
+
+    Args:
+        num_ours: So many of the nearest callers are known to be this package's own.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(num_ours + 1)
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_LIBRARIES):
         frame = frame.f_back
     if frame is None:
