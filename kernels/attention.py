@@ -84,7 +84,7 @@ class AttentionBackend(Protocol):
         """
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the step's keys and values `[num_tokens, num_kv_heads, head_dim]` to their slots."""
+        """Write the step's keys and values `[num_tokens, num_kv_heads, head_dim]` to their slots, and to their mirrors."""
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attend with queries `[num_tokens, num_q_heads, head_dim]`; the output has the same shape and dtype."""
@@ -110,6 +110,15 @@ def check_plan(plan: AttentionPlan, store: PagedKVStore) -> None:
     if plan.block_size != store.block_size:
         raise PlanError(f"the plan has blocks of {plan.block_size} tokens, the store of {store.block_size}")
     plan.check(store.num_blocks)
+
+
+def append_step(
+    store: PagedKVStore, plan: AttentionPlan, layer: int, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write a step's keys and values into a store in CPU memory. See `AttentionBackend.append`."""
+    store.append(layer, k, v, plan.slot_mapping)
+    if plan.num_mirrors:
+        store.append(layer, k[plan.mirror_tokens], v[plan.mirror_tokens], plan.mirror_slots)
 
 
 def make_backend(

@@ -109,16 +109,10 @@ class NativeBackend:
         if k.shape != wanted or v.shape != wanted:
             raise ValueError(f"k is {list(k.shape)} and v {list(v.shape)}; the plan needs {list(wanted)}")
         k, v = k.to(self.store.dtype).contiguous(), v.to(self.store.dtype).contiguous()
-        row_bytes = self.spec.num_kv_heads * self.spec.head_dim * self.store.dtype.itemsize
-        self._append(
-            self._layer_address(layer),
-            k.data_ptr(),
-            v.data_ptr(),
-            self._plan.slot_mapping.data_ptr(),
-            wanted[0],
-            self.store.block_size,
-            row_bytes,
-        )
+        self._write(layer, k, v, self._plan.slot_mapping)
+        if self._plan.num_mirrors:
+            tokens = self._plan.mirror_tokens
+            self._write(layer, k[tokens], v[tokens], self._plan.mirror_slots)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attend. See `AttentionBackend.attend`.
@@ -141,6 +135,18 @@ class NativeBackend:
         arguments.window = self.spec.window(layer) or 0
         self._attend(ctypes.addressof(arguments))
         return out
+
+    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        row_bytes = self.spec.num_kv_heads * self.spec.head_dim * self.store.dtype.itemsize
+        self._append(
+            self._layer_address(layer),
+            k.data_ptr(),
+            v.data_ptr(),
+            slots.data_ptr(),
+            len(slots),
+            self.store.block_size,
+            row_bytes,
+        )
 
     def _layer_address(self, layer: int) -> int:
         if not 0 <= layer < self.spec.num_layers:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phloem.kernels.attention import AttentionSpec, check_fit, check_plan
+from phloem.kernels.attention import AttentionSpec, append_step, check_fit, check_plan
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan
 
@@ -48,7 +48,7 @@ class TorchBackend:
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the step's KV. See `AttentionBackend.append`."""
-        self.store.append(layer, k, v, self._plan.slot_mapping)
+        append_step(self.store, self._plan, layer, k, v)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attend. See `AttentionBackend.attend`."""

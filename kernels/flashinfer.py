@@ -71,6 +71,7 @@ class FlashInferBackend:
         self._fence = PlanFence(self.device)
         self._num_tokens = 0
         self._key_rows = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._written: torch.Tensor | None = None
         with on_device(self.device):
             self.workspace = torch.zeros(self.options.workspace_bytes, dtype=torch.uint8, device=self.device)
             self._lanes = {
@@ -88,10 +89,8 @@ class FlashInferBackend:
         layouts = {window: self.layout(plan, window) for window in self._lanes}
         with on_device(self.device):
             self._fence.wait()
-            staged = stage(
-                {"key_rows": self.store.key_rows(plan.slot_mapping), **_device_arrays(layouts)}, self.device
-            )
-            self._key_rows = staged["key_rows"]
+            staged = stage({**self._writes(plan), **_device_arrays(layouts)}, self.device)
+            self._key_rows, self._written = staged["key_rows"], staged.get("written")
             for window, lane in self._lanes.items():
                 lane.plan(_placed(layouts[window], staged, window))
             self._fence.record()
@@ -115,8 +114,18 @@ class FlashInferBackend:
             return ()
         return choose_groups(plan.groups, block_size=plan.block_size, gate=gate)
 
+    def _writes(self, plan: AttentionPlan) -> dict[str, torch.Tensor]:
+        """Where the step's KV goes, and, if it goes to mirrors too, which token's goes to each place."""
+        if not plan.num_mirrors:
+            return {"key_rows": self.store.key_rows(plan.slot_mapping)}
+        slots = torch.cat((plan.slot_mapping, plan.mirror_slots))
+        written = torch.cat((torch.arange(plan.num_tokens), plan.mirror_tokens))
+        return {"key_rows": self.store.key_rows(slots), "written": written}
+
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the step's KV. See `AttentionBackend.append`."""
+        if self._written is not None:
+            k, v = k[self._written], v[self._written]
         write_kv(self.store, self.options, layer, k=k, v=v, key_rows=self._key_rows)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:

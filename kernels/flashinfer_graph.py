@@ -85,6 +85,10 @@ class GraphDecodeBackend:
         """Tell why a step can't run here, so that the base must run it; None if it can."""
         counts = plan.qo_indptr[1:] - plan.qo_indptr[:-1]
         rows, blocks = plan.num_tokens, plan.kv_indptr[1:] - plan.kv_indptr[:-1]
+        if plan.num_mirrors:
+            return (
+                f"{plan.num_mirrors} more slots are written than there are tokens, and graphs write one each"
+            )
         if rows and int(counts.max()) > 1:
             return f"a row computes {int(counts.max())} tokens, and graphs run decode rows only"
         if not 1 <= rows <= self.bucket.num_rows:

@@ -10,14 +10,21 @@ GPU backends read the very same arrays::
                                                      kv_indices       7 2 5 9 1 4
                                                      kv_last_page_len tokens in the last block of each row
 
+Rows that begin alike need not compute the same tokens twice: one row computes them, and the KV of these tokens is written to
+the *mirrors* too, the slots from which the other rows read it::
+
+    row 0   |.. end a b|     computes end, a, b
+    row 1   |.. end c|       computes c; its slot of `end` mirrors row 0's token
+
 The module knows block ids, not what they mean: no tree, no request, no tensor of KV.
 
 Invariants (`AttentionPlan.check` proves them): causal attention is aligned bottom-right, so a row's tokens are the
-last ones of its KV; every token is written to the slot from which its row reads it; no slot is written twice.
+last ones of its KV; every token is written to the slots from which rows read it, at its own position; no slot is written twice.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -42,9 +49,12 @@ class PlanRow:
     block_table: Sequence[int]
     """Block ids of the path, in order. May be longer than what the KV needs; the rest is ignored."""
     start: int
-    """Tokens whose KV was written by earlier steps."""
+    """Tokens whose KV was written by earlier steps, or is mirrored."""
     count: int
     """Tokens that this step computes."""
+    mirrored: Sequence[int] = ()
+    """The step's tokens, by number, that other rows compute and that stand right before `start` in this path too. Their KV is
+    written by this step, not by earlier ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +73,12 @@ class AttentionPlan:
     """int64 `[num_tokens]`: place of each token in its path."""
     slot_mapping: torch.Tensor
     """int64 `[num_tokens]`: block id * block_size + offset, where the token's KV is written."""
+    mirror_indptr: torch.Tensor
+    """int32 `[num_rows + 1]`: row i takes over mirrors [mirror_indptr[i], mirror_indptr[i + 1])."""
+    mirror_tokens: torch.Tensor
+    """int64 `[num_mirrors]`: the token whose KV it is."""
+    mirror_slots: torch.Tensor
+    """int64 `[num_mirrors]`: where it is written as well."""
     block_size: int
     groups: tuple[SharedGroup, ...] = ()
     """Rows that share their first blocks; a backend may attend to those once for all of them."""
@@ -78,6 +94,11 @@ class AttentionPlan:
         return self.positions.shape[0]
 
     @property
+    def num_mirrors(self) -> int:
+        """Slots that KV is written to beside the tokens' own."""
+        return self.mirror_slots.shape[0]
+
+    @property
     def kv_lens(self) -> torch.Tensor:
         """int32 `[num_rows]`: tokens of KV that each row reads, its own included."""
         num_blocks = self.kv_indptr[1:] - self.kv_indptr[:-1]
@@ -90,20 +111,24 @@ class AttentionPlan:
         """Lay the rows out as arrays, and find who shares what. O(tokens + blocks), without Python per token.
 
         Raises:
-            PlanError: a negative start or count, or a block table that is too short for its row.
+            PlanError: a negative start or count, more mirrored tokens than there are before the start, or a block table that is
+                too short for its row.
         """
         if block_size < 1:
             raise PlanError(f"block_size is {block_size}; it must be 1 or more")
         starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
         counts = np.fromiter((row.count for row in rows), np.int64, len(rows))
+        mirrored = np.fromiter((len(row.mirrored) for row in rows), np.int64, len(rows))
         num_blocks = -(-(starts + counts) // block_size)
-        _check_rows(rows, starts, counts, num_blocks)
+        _check_rows(rows, starts, counts, mirrored, num_blocks)
         qo_indptr, kv_indptr = _offsets(counts), _offsets(num_blocks)
         tables = [
             np.asarray(r.block_table[:n], np.int32) for r, n in zip(rows, num_blocks.tolist(), strict=True)
         ]
         kv_indices = np.concatenate(tables) if tables else np.empty(0, np.int32)
         positions, slots = _place_tokens(starts, counts, kv_indptr, kv_indices, block_size)
+        mirror_slots = _place_tokens(starts - mirrored, mirrored, kv_indptr, kv_indices, block_size)[1]
+        mirror_tokens = np.fromiter(chain.from_iterable(row.mirrored for row in rows), np.int64)
         last_page_len = starts + counts - (num_blocks - 1) * block_size
         return cls(
             qo_indptr=torch.from_numpy(qo_indptr.astype(np.int32)),
@@ -112,8 +137,13 @@ class AttentionPlan:
             kv_last_page_len=torch.from_numpy(np.where(num_blocks > 0, last_page_len, 0).astype(np.int32)),
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(slots),
+            mirror_indptr=torch.from_numpy(_offsets(mirrored).astype(np.int32)),
+            mirror_tokens=torch.from_numpy(mirror_tokens),
+            mirror_slots=torch.from_numpy(mirror_slots),
             block_size=block_size,
-            groups=find_groups(kv_indptr, kv_indices, np.where(counts > 0, starts // block_size, 0)),
+            groups=find_groups(
+                kv_indptr, kv_indices, np.where(counts > 0, (starts - mirrored) // block_size, 0)
+            ),
         )
 
     def check(self, num_blocks: int) -> None:
@@ -126,6 +156,7 @@ class AttentionPlan:
         qo_indptr, kv_indptr = self.qo_indptr.numpy(), self.kv_indptr.numpy()
         _check_indptr("qo_indptr", qo_indptr, self.num_tokens)
         _check_indptr("kv_indptr", kv_indptr, self.kv_indices.shape[0])
+        _check_indptr("mirror_indptr", self.mirror_indptr.numpy(), self.num_mirrors)
         self._check_pages(num_blocks)
         self._check_tokens()
         for group in self.groups:
@@ -141,6 +172,9 @@ class AttentionPlan:
             "kv_last_page_len": (torch.int32, rows),
             "positions": (torch.int64, tokens),
             "slot_mapping": (torch.int64, tokens),
+            "mirror_indptr": (torch.int32, rows + 1),
+            "mirror_tokens": (torch.int64, self.num_mirrors),
+            "mirror_slots": (torch.int64, self.num_mirrors),
         }
         for name, (dtype, length) in wanted.items():
             array: torch.Tensor = getattr(self, name)
@@ -184,11 +218,38 @@ class AttentionPlan:
                 raise PlanError(
                     f"{name}[{token}] is {given[token]}; its row's blocks make it {wanted[token]}"
                 )
-        ordered = np.sort(slots)
+        mirror_slots = (
+            self._check_mirrors(kv_lens - counts) if self.num_mirrors else self.mirror_slots.numpy()
+        )
+        ordered = np.sort(np.concatenate((slots, mirror_slots)))
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if twice.size:
             block, offset = divmod(int(twice[0]), self.block_size)
             raise PlanError(f"two tokens of the step write to block {block}, offset {offset}")
+
+    def _check_mirrors(self, starts: IntArray) -> IntArray:
+        """Prove that every mirror takes the token of its own position over. Returns the mirrors' slots."""
+        mirrored = np.diff(self.mirror_indptr.numpy()).astype(np.int64)
+        if (mirrored > starts).any():
+            row = int(np.flatnonzero(mirrored > starts)[0])
+            raise PlanError(f"row {row} mirrors {mirrored[row]} tokens but starts at {starts[row]}")
+        tokens, given = self.mirror_tokens.numpy(), self.mirror_slots.numpy()
+        if tokens.min() < 0 or tokens.max() >= self.num_tokens:
+            raise PlanError(
+                f"mirror_tokens goes from {tokens.min()} to {tokens.max()}; there are {self.num_tokens} tokens"
+            )
+        kv_indptr = self.kv_indptr.numpy().astype(np.int64)
+        positions, slots = _place_tokens(
+            starts - mirrored, mirrored, kv_indptr, self.kv_indices.numpy(), self.block_size
+        )
+        wrong = (self.positions.numpy()[tokens] != positions) | (given != slots)
+        if wrong.any():
+            mirror = int(np.flatnonzero(wrong)[0])
+            raise PlanError(
+                f"mirror {mirror} writes the token of position {self.positions[tokens[mirror]]} to slot {given[mirror]}; "
+                f"its row has position {positions[mirror]} in slot {slots[mirror]}"
+            )
+        return slots
 
     def _check_group(self, group: SharedGroup) -> None:
         rows, shared = group.rows, group.num_shared_blocks
@@ -209,14 +270,18 @@ class AttentionPlan:
             raise PlanError(f"rows {rows[0]} and {other} differ within their {shared} shared blocks")
 
 
-def _check_rows(rows: Sequence[PlanRow], starts: IntArray, counts: IntArray, num_blocks: IntArray) -> None:
+def _check_rows(
+    rows: Sequence[PlanRow], starts: IntArray, counts: IntArray, mirrored: IntArray, num_blocks: IntArray
+) -> None:
     lengths = np.fromiter((len(row.block_table) for row in rows), np.int64, len(rows))
-    wrong = (starts < 0) | (counts < 0) | (lengths < num_blocks)
+    wrong = (starts < mirrored) | (counts < 0) | (lengths < num_blocks)
     if not wrong.any():
         return
     row = int(np.flatnonzero(wrong)[0])
     if starts[row] < 0 or counts[row] < 0:
         raise PlanError(f"row {row} has start {starts[row]} and count {counts[row]}; both must be 0 or more")
+    if starts[row] < mirrored[row]:
+        raise PlanError(f"row {row} mirrors {mirrored[row]} tokens but starts at {starts[row]}")
     raise PlanError(
         f"row {row} covers {starts[row] + counts[row]} tokens, which need {num_blocks[row]} blocks; "
         f"its block table has {lengths[row]}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_paths import KERNELS, TOLERANCE, Chunk, Paths, at_once, chunked, error
+from attention_paths import KERNELS, TOLERANCE, Chunk, Paths, Twins, at_once, chunked, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,6 +73,18 @@ def test_native_bits_depend_on_nothing_but_the_path(
     for path, length in enumerate(paths.lengths):
         alone = paths.run(paths.backend("native", num_threads), chunked(length, size, path))
         assert torch.equal(alone[path], together[path])
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "reference"])
+@pytest.mark.parametrize("start", [0, 13, 15, 16, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mirrored_tokens_give_the_bits_of_tokens_computed_apart(
+    kernel: str, start: int, dtype: torch.dtype
+) -> None:
+    spec = AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=32, num_layers=2, windows=(None, 3))
+    twins = Twins.of(spec, start=start, dtype=dtype)
+    together = twins.results(twins.paths.backend(kernel))
+    assert all(map(torch.equal, together, twins.wanted(twins.paths.backend(kernel))))
 
 
 SMALL = AttentionSpec(num_q_heads=9, num_kv_heads=3, head_dim=64, num_layers=1)

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
-from attention_paths import Chunk, Paths, at_once, chunked, error
+from attention_paths import Chunk, Paths, Twins, at_once, chunked, error
 from flashinfer_emulator import Emulation, RuleBroken
 from flashinfer_steps import SMALL, WINDOWED, family, family_steps, make, with_graphs
 from hypothesis import given, settings
@@ -104,6 +104,33 @@ def test_graphs_equal_the_reference_on_any_plan(
     options = FlashInferOptions(q_dtype=paths.dtype, deterministic=is_exact, workspace_bytes=1 << 20)
     backend = with_graphs(paths, Emulation(), num_rows, options)
     assert_close(paths, paths.run(backend, steps), steps)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("start", [0, 13, 16, 70])
+def test_mirrored_tokens_give_what_tokens_computed_apart_give(
+    is_exact: bool, kv_dtype: torch.dtype | None, start: int
+) -> None:
+    twins = Twins.of(SMALL, start=start, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    options = FlashInferOptions(q_dtype=torch.bfloat16, deterministic=is_exact, workspace_bytes=1 << 20)
+    given = twins.results(make(twins.paths, Emulation(), options))
+    wanted = twins.wanted(make(twins.paths, Emulation(), options))
+    if is_exact:
+        assert all(map(torch.equal, given, wanted))
+    assert error(given, wanted) < TOLERANCE[torch.bfloat16]
+
+
+def test_a_step_with_mirrors_runs_in_no_graph() -> None:
+    paths = Paths(SMALL, [17, 17], dtype=torch.bfloat16)
+    backend = with_graphs(paths, Emulation(), 2, FlashInferOptions(q_dtype=torch.bfloat16))
+    rows = [PlanRow(paths.tables[0], 16, 1), PlanRow(paths.tables[1], 17, 0, [0])]
+    plan = AttentionPlan.from_rows(rows, block_size=16)
+    assert "1 more slots" in str(backend.graph.why_not(plan))
+    backend.plan(plan)
+    assert backend.steps_in_graph == 0
+    with pytest.raises(PlanError, match="more slots"):
+        backend.graph.plan(plan)
 
 
 def test_eight_rows_over_256_shared_tokens_run_as_a_cascade_and_seven_do_not() -> None:

@@ -118,6 +118,55 @@ def test_check_refuses_a_slot_that_is_written_twice() -> None:
         plan.check(10)
 
 
+def _mirroring() -> AttentionPlan:
+    """Two paths with positions 4 and 5 in common, of which the second takes both over."""
+    rows = [PlanRow([7, 2], 4, 3), PlanRow([5, 9], 6, 1, [0, 1]), PlanRow([5, 6], 5, 0, [0])]
+    return AttentionPlan.from_rows(rows, block_size=4)
+
+
+def test_mirrored_tokens_are_written_to_the_slots_from_which_their_rows_read_them() -> None:
+    plan = _mirroring()
+    plan.check(10)
+    assert (plan.num_tokens, plan.num_mirrors) == (4, 3)
+    assert plan.mirror_indptr.tolist() == [0, 0, 2, 3]
+    assert plan.mirror_tokens.tolist() == [0, 1, 0]
+    assert plan.mirror_slots.tolist() == [36, 37, 24]
+    assert plan.slot_mapping.tolist() == [8, 9, 10, 38]
+
+
+def test_blocks_that_this_step_mirrors_into_are_no_past_to_share() -> None:
+    rows = [PlanRow([7, 1], 3, 2), PlanRow([7, 2], 5, 1, [0, 1])]
+    assert AttentionPlan.from_rows(rows, block_size=4).groups == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mirror_tokens": torch.tensor([0, 2, 0])}, "mirror 1 writes the token of position 6 to slot 37"),
+        ({"mirror_tokens": torch.tensor([0, 4, 0])}, "there are 4 tokens"),
+        ({"mirror_tokens": torch.tensor([-1, 1, 0])}, "mirror_tokens goes from -1"),
+        ({"mirror_slots": torch.tensor([36, 38, 24])}, "has position 5 in slot 37"),
+        ({"mirror_slots": torch.tensor([36, 37])}, r"mirror_tokens is torch.int64 \[3\]"),
+        ({"mirror_indptr": _int32(0, 0, 2, 2)}, "mirror_indptr must rise from 0 to 3"),
+        ({"mirror_indptr": _int32(0, 1, 2, 3)}, "mirror 0 writes"),
+    ],
+)
+def test_check_names_a_mirror_that_is_none(changes: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        replace(_mirroring(), **changes).check(10)
+
+
+def test_a_row_mirrors_no_more_than_stands_before_it() -> None:
+    with pytest.raises(PlanError, match="row 1 mirrors 2 tokens but starts at 1"):
+        AttentionPlan.from_rows([PlanRow([1], 0, 2), PlanRow([2], 1, 1, [0, 1])], block_size=4)
+
+
+def test_check_refuses_a_mirror_that_another_row_writes_to() -> None:
+    rows = [PlanRow([3], 0, 2), PlanRow([3], 1, 1, [0])]
+    with pytest.raises(PlanError, match="write to block 3, offset 0"):
+        AttentionPlan.from_rows(rows, block_size=4).check(10)
+
+
 def test_rows_may_share_blocks_that_they_only_read() -> None:
     rows = [PlanRow([3, 4], 4, 1), PlanRow([3, 5], 4, 2)]
     AttentionPlan.from_rows(rows, block_size=4).check(10)

@@ -80,15 +80,26 @@ class Paths:
             environ = {**environ, "PHLOEM_CPU_KERNEL": "native", "CXX": f"g++ {kernel}"}
         return make_cpu_backend(self.spec, store, num_threads=num_threads, environ=environ)
 
-    def run(self, backend: AttentionBackend, steps: Sequence[Sequence[Chunk]]) -> list[torch.Tensor]:
-        """Outputs per path, `[num_layers, length, num_q_heads, head_dim]`; NaN where no step computed."""
+    def run(
+        self,
+        backend: AttentionBackend,
+        steps: Sequence[Sequence[Chunk]],
+        mirrored: Mapping[int, Sequence[int]] | None = None,
+    ) -> list[torch.Tensor]:
+        """Outputs per path, `[num_layers, length, num_q_heads, head_dim]`; NaN where no step computed.
+
+        `mirrored` tells which tokens of the last step a path mirrors.
+        """
         spec = self.spec
         outs = [
             torch.full((spec.num_layers, n, spec.num_q_heads, spec.head_dim), torch.nan, dtype=self.dtype)
             for n in self.lengths
         ]
-        for step in steps:
-            rows = [PlanRow(self.tables[path], start, count) for path, start, count in step]
+        for number, step in enumerate(steps, start=1):
+            mirrors = mirrored if mirrored and number == len(steps) else {}
+            rows = [
+                PlanRow(self.tables[path], start, count, mirrors.get(path, ())) for path, start, count in step
+            ]
             backend.plan(AttentionPlan.from_rows(rows, block_size=self.block_size))
             parts = [slice(start, start + count) for _, start, count in step]
             for layer in range(spec.num_layers):
@@ -105,6 +116,51 @@ class Paths:
                 ):
                     outs[path][layer, part] = rows_out
         return outs
+
+
+@dataclass
+class Twins:
+    """Paths that begin alike, also inside a block, and go on in one step."""
+
+    paths: Paths
+    apart: list[list[Chunk]]
+    """Each path computes all of its own."""
+    together: list[list[Chunk]]
+    """Common tokens of the last step are computed by the first path that has them."""
+    mirrored: dict[int, list[int]]
+
+    @classmethod
+    def of(
+        cls,
+        spec: AttentionSpec,
+        *,
+        start: int,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+    ) -> "Twins":
+        """Five paths of `start` common tokens, of which a last step computes the rest: none is common with path 0, all, two, one, three."""
+        common, own = [0, 4, 2, 1, 3], [4, 0, 3, 1, 2]
+        lengths = [start + n + m for n, m in zip(common, own, strict=True)]
+        paths = Paths(spec, lengths, block_size, dtype, kv_dtype=kv_dtype)
+        for values in (paths.q, paths.kv):
+            for path, count in enumerate(common):
+                values[path][: start + count] = values[0][: start + count]
+        first = [(path, 0, start) for path in range(5)]
+        last = [(path, start, n + m) for path, (n, m) in enumerate(zip(common, own, strict=True))]
+        less = [(path, start + n, m) for path, (n, m) in enumerate(zip(common, own, strict=True))]
+        mirrored = {path: list(range(count)) for path, count in enumerate(common)}
+        return cls(paths, [first, last], [first, less], mirrored)
+
+    def results(self, backend: AttentionBackend) -> list[torch.Tensor]:
+        """What the paths' own tokens of the last step come to."""
+        outs = self.paths.run(backend, self.together, self.mirrored)
+        return [outs[path][:, start:] for path, start, _ in self.together[-1]]
+
+    def wanted(self, backend: AttentionBackend) -> list[torch.Tensor]:
+        """The same, computed apart."""
+        outs = self.paths.run(backend, self.apart)
+        return [outs[path][:, start:] for path, start, _ in self.together[-1]]
 
 
 def at_once(lengths: Sequence[int]) -> list[list[Chunk]]:
