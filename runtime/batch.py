@@ -9,12 +9,34 @@ from phloem.runtime.request import Request
 
 
 @dataclass(frozen=True, slots=True)
+class Lead:
+    """The first tokens of a row, where another row of the step computes them (`twins.py`)."""
+
+    row: int
+    """Which one: its place among the step's rows, before the row that it leads."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One request's part of a step: its tokens `[start, start + count)`."""
 
     request: Request
     start: int
     count: int
+    lead: Lead | None = None
+    """None: it computes all of its tokens itself."""
+
+    @property
+    def num_led(self) -> int:
+        """How many of its first tokens another row computes."""
+        return 0 if self.lead is None else self.lead.num_tokens
+
+    @property
+    def num_own(self) -> int:
+        """How many tokens it computes itself."""
+        return self.count - self.num_led
 
     @property
     def end(self) -> int:
@@ -75,4 +97,4 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return sum(row.count for row in self.rows)
+        return sum(row.num_own for row in self.rows)

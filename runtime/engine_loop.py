@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -28,11 +28,11 @@ from phloem.runtime.errors import (
     QueueFull,
     StepFailed,
 )
-from phloem.runtime.fan_out import Child, FanOut, check_room, fail, first_ids
+from phloem.runtime.fan_out import Child, FanOut, check_room, fail
 from phloem.runtime.in_flight import InFlight, Launcher
 from phloem.runtime.model_runner import ModelRunner, RowResult
 from phloem.runtime.output import OutputStream
-from phloem.runtime.outputs import EngineStats, TokenLogprob
+from phloem.runtime.outputs import EngineStats
 from phloem.runtime.path import Path
 from phloem.runtime.request import Phase, Request
 from phloem.runtime.sampling_params import SamplingParams
@@ -98,8 +98,6 @@ class EngineLoop:
 
     def fan_out(self, path: Path, children: Sequence[Child], *, keeps_path: bool = False) -> None:
         """Compute a path up to its last token, then start children on forks of it, in their order.
-
-        Where continuations are to be scored, the last token is computed too, once for all of them.
 
         Args:
             path: Of a branch, or a new one.
@@ -396,9 +394,9 @@ class EngineLoop:
         source = paths.fork(path, len(path.tokens)) if fork else path
         self._unstarted.update({child.request_id: (child, source) for child in children})
 
-        def start(child: Child, firsts: Mapping[int, float]) -> Request:
+        def start(child: Child) -> Request:
             del self._unstarted[child.request_id]
-            stream = self._stream_of(child, paths.fork(source, len(source.tokens)), firsts)
+            stream = self._stream_of(child, paths.fork(source, len(source.tokens)))
             self._add(stream)
             return stream.request
 
@@ -411,7 +409,7 @@ class EngineLoop:
         if not paths.prefix_cache:
             # Nothing would be shared, so there is nothing to compute first.
             for child in children:
-                start(child, {})
+                start(child)
             on_end()
             return
         request = Request(
@@ -420,17 +418,13 @@ class EngineLoop:
             params=SamplingParams(),
             seed=0,
             max_len=len(source.tokens),
-            candidate_ids=first_ids(children),
             keeps_path=True,
             deadline_s=children[0].deadline_s,
         )
         self._add(OutputStream(request, FanOut(children, start=start, on_end=on_end), self.tokenizer))
 
-    def _stream_of(self, child: Child, path: Path, firsts: Mapping[int, float]) -> OutputStream:
-        first = firsts.get(child.appended[0]) if child.is_scored else None
-        scored = [] if first is None else [TokenLogprob(child.appended[0], first)]
-        request = child.request_on(path, first_is_scored=first is not None)
-        return OutputStream(request, child.sink, self.tokenizer, scored=scored)
+    def _stream_of(self, child: Child, path: Path) -> OutputStream:
+        return OutputStream(child.request_on(path), child.sink, self.tokenizer)
 
     def _release(self, path: Path) -> None:
         for request in list(self.scheduler.requests_on(path)):
@@ -444,7 +438,7 @@ class EngineLoop:
             stream.abort()
         elif request_id in self._unstarted:
             child, source = self._unstarted.pop(request_id)
-            self._stream_of(child, Path(source.namespace, source.tokens[:]), {}).abort()
+            self._stream_of(child, Path(source.namespace, source.tokens[:])).abort()
             self._stop_if_unwanted(source)
 
     def _drop(self, children: Sequence[Child]) -> None:

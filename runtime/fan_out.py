@@ -1,9 +1,13 @@
-"""One path computed once, then several requests that go on from its end: `n`, `expand` and `score` are all this."""
+"""One path computed once, then several requests that go on from its end: `n`, `expand` and `score` are all this.
+
+The last token is for the children to compute, in their own first step; continuations that are scored compute it once for all of
+them that start together (`twins.py`).
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from phloem.runtime.errors import BranchReleased, PromptTooLong
@@ -42,14 +46,8 @@ class Child:
     request: Request | None = None
     """Set when it starts, or when it is aborted before."""
 
-    def request_on(self, fork: Path, *, first_is_scored: bool = False) -> Request:
-        """Make the request, on its own fork of the parent's path.
-
-        Args:
-            fork: The path to go on from.
-            first_is_scored: Whether the log-probability of the first appended token is known, so that nothing after the
-                path's own last token needs to be read again.
-        """
+    def request_on(self, fork: Path) -> Request:
+        """Make the request, on its own fork of the parent's path."""
         parent_len = len(fork.tokens)
         fork.tokens.extend(self.appended)
         self.request = Request(
@@ -59,7 +57,7 @@ class Child:
             seed=self.seed,
             max_len=min(self.max_len, len(fork.tokens) + self.max_new_tokens),
             child_index=self.index,
-            logits_from=parent_len - (not first_is_scored) if self.is_scored else None,
+            logits_from=parent_len - 1 if self.is_scored else None,
             candidate_ids=self.candidate_ids,
             constraint=self.constraint,
             keeps_path=self.keeps_path,
@@ -82,11 +80,6 @@ def check_room(children: Sequence[Child], path_len: int) -> None:
             )
 
 
-def first_ids(children: Sequence[Child]) -> tuple[int, ...]:
-    """Return the tokens that scored continuations begin with, each once: one row of logits tells them all."""
-    return tuple(dict.fromkeys(child.appended[0] for child in children if child.is_scored))
-
-
 class FanOut:
     """The sink of a request that computes a path; starts the children when it has. Lives in the engine's thread."""
 
@@ -94,10 +87,10 @@ class FanOut:
         self,
         children: Sequence[Child],
         *,
-        start: Callable[[Child, Mapping[int, float]], Request],
+        start: Callable[[Child], Request],
         on_end: Callable[[], None],
     ) -> None:
-        """Take what to do at the end; `start` also gets the log-probabilities of `first_ids`, by id."""
+        """Take what to do at the end."""
         self._children = children
         self._start = start
         self._on_end = on_end
@@ -111,9 +104,7 @@ class FanOut:
         elif item.completion is not None and item.completion.finish_reason == "abort":
             fail(waiting, BranchReleased("the branch was released before its children could start"))
         elif item.completion is not None:
-            logprobs = item.completion.candidate_logprobs
-            firsts = dict(zip(first_ids(self._children), logprobs, strict=True))
-            requests = [self._start(child, firsts) for child in waiting]
+            requests = [self._start(child) for child in waiting]
             # What the path itself had to compute is counted once, with the first child.
             for request in requests[:1]:
                 request.cached_tokens = item.completion.usage.cached_tokens

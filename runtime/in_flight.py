@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phloem.kernels.finite import finite_rows
 from phloem.runtime.batch import Batch, Row
-from phloem.runtime.model_runner import ModelRunner, RowResult
+from phloem.runtime.model_runner import ModelRunner, RowResult, places_of
 from phloem.runtime.sampler import sample_on_device
 
 
@@ -72,7 +72,7 @@ class Launcher:
     @torch.inference_mode()
     def _launch(self, batch: Batch, token_ids: Tensor) -> InFlight:
         runner = self._runner
-        hidden = runner.forward.run(token_ids, runner.plan_of(batch.rows))
+        hidden = runner.forward.run(token_ids, runner.plan_of(batch.rows, places_of(batch.rows)))
         logits = runner.decoder.logits(hidden)
         finite = finite_rows(hidden) & finite_rows(logits)
         tokens = sample_on_device(logits, [runner.sampling_row(row) for row in batch.rows])

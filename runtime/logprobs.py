@@ -10,17 +10,22 @@ from torch import Tensor
 from phloem.runtime.outputs import TokenLogprob
 
 
-def score_known(logits: Tensor, token_ids: Sequence[int], *, num_top: Sequence[int]) -> list[TokenLogprob]:
+def score_known(
+    logits: Tensor, token_ids: Sequence[int], *, num_top: Sequence[int], rows: Sequence[int] | None = None
+) -> list[TokenLogprob]:
     """Return how likely each known token was.
 
     Args:
-        logits: `[num_tokens, vocab_size]`, float32: those before each token.
+        logits: `[num_rows, vocab_size]`, float32: those before the tokens.
         token_ids: The tokens that came.
-        num_top: How many of the likeliest tokens to report beside each, row by row.
+        num_top: How many of the likeliest tokens to report beside each.
+        rows: After which row each token came. None: after one of its own.
     """
+    rows = range(len(token_ids)) if rows is None else rows
     logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
-    tops = [_top(row, count) for row, count in zip(logprobs, num_top, strict=True)]
+    places = torch.tensor([[*rows], [*token_ids]], device=logits.device)
+    chosen = logprobs[places[0], places[1]].tolist()
+    tops = [_top(logprobs[row], count) for row, count in zip(rows, num_top, strict=True)]
     return [TokenLogprob(*entry) for entry in zip(token_ids, chosen, tops, strict=True)]
 
 

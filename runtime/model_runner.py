@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -92,58 +93,63 @@ class ModelRunner:
         masks = [
             self._mask_pool.submit(row.request.constraint.mask) for row in rows if row.request.constraint
         ]
-        hidden, starts = self._forward(rows)
+        places = places_of(rows)
+        hidden = self._forward(rows, places)
         # Every token counts: with a sliding window, a bad one need not reach the last.
         finite: list[bool] = finite_rows(hidden).tolist()
         results = [
-            RowResult(row, all(finite[start : start + row.count]))
-            for row, start in zip(rows, starts, strict=True)
+            RowResult(row, all(finite[index] for index in place))
+            for row, place in zip(rows, places, strict=True)
         ]
-        healthy = [(result, start) for result, start in zip(results, starts, strict=True) if result.is_finite]
+        healthy = [(result, place) for result, place in zip(results, places, strict=True) if result.is_finite]
         self._score(healthy, hidden)
         wait(masks)
         ending = [
-            (result, start) for result, start in healthy if result.row.reads_next and _can_go_on(result)
+            (result, place) for result, place in healthy if result.row.reads_next and _can_go_on(result)
         ]
-        self._read_next(
-            [result for result, _ in ending],
-            hidden[[start + result.row.count - 1 for result, start in ending]],
-        )
+        self._read_next([result for result, _ in ending], hidden, [place[-1] for _, place in ending])
         return results
 
-    def _forward(self, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
-        """Run the decoder over all rows.
-
-        Returns:
-            The hidden states, `[num_tokens, hidden_size]`, and where each row starts in them.
-        """
-        plan = self.plan_of(rows)
+    def _forward(self, rows: Sequence[Row], places: Sequence[Sequence[int]]) -> Tensor:
+        """Run the decoder over all rows. Returns the hidden states, `[num_tokens, hidden_size]`."""
+        plan = self.plan_of(rows, places)
         token_ids = array("i")
         for row in rows:
-            token_ids += row.request.tokens[row.start : row.end]
-        hidden = self.forward.run(torch.frombuffer(token_ids, dtype=torch.int32).long(), plan)
-        return hidden, plan.qo_indptr[:-1].tolist()
+            token_ids += row.request.tokens[row.start + row.num_led : row.end]
+        return self.forward.run(torch.frombuffer(token_ids, dtype=torch.int32).long(), plan)
 
-    def _score(self, rows: Sequence[tuple[RowResult, int]], hidden: Tensor) -> None:
+    def _score(self, rows: Sequence[tuple[RowResult, Sequence[int]]], hidden: Tensor) -> None:
         """Find the log-probabilities of the known tokens that rows were asked for, all rows together."""
-        wanted = [
-            (result, position, start + position - result.row.start)
-            for result, start in rows
-            for position in result.row.scored
-        ]
-        for first in range(0, len(wanted), SCORED_ROWS):
-            part = wanted[first : first + SCORED_ROWS]
-            logits = self.decoder.logits(hidden[[index for _, _, index in part]])
-            known = [result.row.request.tokens[position + 1] for result, position, _ in part]
-            tops = [result.row.request.params.prompt_logprobs or 0 for result, _, _ in part]
-            for (result, _, _), entry in zip(part, score_known(logits, known, num_top=tops), strict=True):
+        wanted: defaultdict[int, list[tuple[RowResult, int]]] = defaultdict(list)
+        for result, place in rows:
+            for position in result.row.scored:
+                wanted[place[position - result.row.start]].append((result, position))
+        # In each row, what comes later in the path comes later in the step.
+        indices = sorted(wanted)
+        for first in range(0, len(indices), SCORED_ROWS):
+            part = indices[first : first + SCORED_ROWS]
+            logits = self.decoder.logits(hidden[part])
+            asked = [(row, *entry) for row, index in enumerate(part) for entry in wanted[index]]
+            scored = score_known(
+                logits,
+                [result.row.request.tokens[position + 1] for _, result, position in asked],
+                num_top=[result.row.request.params.prompt_logprobs or 0 for _, result, _ in asked],
+                rows=[row for row, _, _ in asked],
+            )
+            for (_, result, _), entry in zip(asked, scored, strict=True):
                 result.scored.append(entry)
 
-    def _read_next(self, results: Sequence[RowResult], hidden: Tensor) -> None:
-        """Sample the next token of rows that want one, and tell the log-probabilities that were asked for."""
+    def _read_next(self, results: Sequence[RowResult], hidden: Tensor, indices: Sequence[int]) -> None:
+        """Sample the next token of rows that want one, and tell the log-probabilities that were asked for.
+
+        Args:
+            results: Of those rows.
+            hidden: Of the whole step.
+            indices: In it, where each of them ends.
+        """
         if not results:
             return
-        logits = self.decoder.logits(hidden)
+        logits = self._logits_at(hidden, indices)
         finite = finite_rows(logits)
         if not finite.all():
             for result, is_finite in zip(results, finite.tolist(), strict=True):
@@ -162,10 +168,24 @@ class ModelRunner:
             if _wants_logprobs(result.row):
                 _tell_logprobs(result, row_logits)
 
-    def plan_of(self, rows: Sequence[Row]) -> AttentionPlan:
-        """Lay the rows of a step out for attention."""
+    def _logits_at(self, hidden: Tensor, indices: Sequence[int]) -> Tensor:
+        """Logits that may be written to, `[num_indices, vocab_size]`; of an index that comes twice, computed once."""
+        each = {index: row for row, index in enumerate(dict.fromkeys(indices))}
+        logits = self.decoder.logits(hidden[list(each)])
+        return logits if len(each) == len(indices) else logits[[each[index] for index in indices]]
+
+    def plan_of(self, rows: Sequence[Row], places: Sequence[Sequence[int]]) -> AttentionPlan:
+        """Lay the rows of a step out for attention; `places` are what `places_of` gives."""
         return AttentionPlan.from_rows(
-            [PlanRow(row.request.path.block_table, row.start, row.count) for row in rows],
+            [
+                PlanRow(
+                    row.request.path.block_table,
+                    row.start + row.num_led,
+                    row.num_own,
+                    place[: row.num_led] if row.lead else (),
+                )
+                for row, place in zip(rows, places, strict=True)
+            ],
             block_size=self.store.block_size,
         )
 
@@ -185,6 +205,18 @@ class ModelRunner:
             num_prompt_tokens=request.num_prompt_tokens,
             constraint=request.constraint,
         )
+
+
+def places_of(rows: Sequence[Row]) -> list[Sequence[int]]:
+    """Tell which of the tokens that a step computes are those of each row: ascending, one after the other but for those of its lead."""
+    places: list[Sequence[int]] = []
+    first = 0
+    for row in rows:
+        own = range(first, first + row.num_own)
+        lead = row.lead
+        places.append(own if lead is None else [*places[lead.row][: lead.num_tokens], *own])
+        first = own.stop
+    return places
 
 
 def _wants_logprobs(row: Row) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 
 from phloem.runtime.detokenizer import IncrementalDetokenizer, StopChecker
 from phloem.runtime.errors import Cancelled
@@ -18,10 +17,8 @@ from phloem.runtime.tokenizer import Tokenizer
 class OutputStream:
     """The output side of one request. Owned by the engine's loop; the scheduler's side is the `Request`."""
 
-    def __init__(
-        self, request: Request, sink: Sink, tokenizer: Tokenizer, *, scored: Sequence[TokenLogprob] = ()
-    ) -> None:
-        """Make the output of a request; `scored` are prompt log-probabilities that are known already."""
+    def __init__(self, request: Request, sink: Sink, tokenizer: Tokenizer) -> None:
+        """Make the output of a request."""
         self.request = request
         self.finish_reason: FinishReason | None = None
         self._asked_from = request.logits_from
@@ -32,7 +29,7 @@ class OutputStream:
         self._stop_ids = self._ending_ids(tokenizer)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
-        self._prompt_logprobs = list(scored)
+        self._prompt_logprobs: list[TokenLogprob] = []
         self._candidate_logprobs: tuple[float, ...] = ()
         self._stopped_by: str | int | None = None
         self._last: Chunk | None = None

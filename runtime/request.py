@@ -88,7 +88,8 @@ class Request:
     """Order of arrival, kept over preemptions; the scheduler sets it."""
 
     cached_tokens: int | None = None
-    """Prompt tokens that needed no computing when it was first admitted; None before. Hits after a preemption do not count."""
+    """Prompt tokens that needed no computing when it was first admitted, or that another row of its first step computes; None
+    before. Hits after a preemption do not count."""
 
     explanation: Explanation | None = None
     """What of the prompt was cached when it was first considered for admission, and why the rest was not."""

@@ -23,6 +23,7 @@ from phloem.runtime.errors import CacheFull, QueueFull
 from phloem.runtime.path import Path
 from phloem.runtime.path_cache import PathCache
 from phloem.runtime.request import Hold, Phase, Request
+from phloem.runtime.twins import with_leads
 
 WINDOW = 64
 """How many of the oldest waiting requests are compared when one is admitted."""
@@ -111,6 +112,9 @@ class Scheduler:
                 budget -= self._add_row(batch, request, budget)
         if self.preemptions == preempted:
             self._admit_waiting(batch, budget)
+        if self.paths.prefix_cache:
+            batch.rows = with_leads(batch.rows, block_size=self.block_size)
+            _count_led(batch.rows)
         return batch
 
     def following(self, batch: Batch) -> Batch | None:
@@ -346,6 +350,13 @@ def _starts_with(request: Request, prefix: memoryview) -> bool:
         return request.packed_prompt.startswith(prefix)
     with memoryview(request.tokens).cast("B") as path:
         return path[: len(prefix)].tobytes().startswith(prefix)
+
+
+def _count_led(rows: Iterable[Row]) -> None:
+    """Count what another row computes, in the first step of a request, as if the cache had had it."""
+    for row in rows:
+        if row.lead is not None and row.start == row.request.cached_tokens:
+            row.request.cached_tokens = row.start + row.lead.num_tokens
 
 
 def _insert_by_arrival(requests: list[Request], request: Request) -> None:

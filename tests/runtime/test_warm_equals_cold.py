@@ -40,7 +40,7 @@ def require_variety(report: Report, *, programs: int) -> None:
     assert report.compared > 5 * programs
     assert report.scores > programs
     assert min(report.rows_copied, report.shared_tails, report.forks_of_running) > 0
-    assert min(report.preemptions, report.evictions, report.aborts) > 0
+    assert min(report.preemptions, report.evictions, report.aborts, report.tokens_led) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -32,6 +32,9 @@ class Report:
 
     aborts: int = 0
     scores: int = 0
+    tokens_led: int = 0
+    """Prompt tokens that another row of the same step computed."""
+
     compared: int = 0
     """Requests that were run again alone, and agreed."""
 
@@ -103,11 +106,9 @@ class Comparison:
             (tuple(record.prompt), record.logits_from): record.scored for record in self.records.values()
         }
         for scored in scores:
-            first, *rest = scored.score.token_logprobs
-            assert [first.token_id, *(entry.token_id for entry in rest)] == scored.tokens[-len(rest) - 1 :]
-            begin = len(scored.tokens) - len(rest)
-            assert first.logprob == known[tuple(scored.tokens[:begin])]
-            assert not rest or rest == recorded[tuple(scored.tokens), begin - 1]
+            given = scored.score.token_logprobs
+            assert [entry.token_id for entry in given] == scored.tokens[-len(given) :]
+            assert given == recorded[tuple(scored.tokens), len(scored.tokens) - len(given) - 1]
         self.report.scores += len(scores)
 
     def _known_next(self) -> dict[tuple[int, ...], float]:

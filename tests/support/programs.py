@@ -84,6 +84,7 @@ class Program:
         self.report.preemptions = stats.preemptions
         self.report.evictions = stats.cache.evictions
         self.report.rows_copied = self.engine.runner.rows_copied
+        self.report.tokens_led = self.engine.runner.tokens_led
 
     async def _settle(self) -> None:
         """Let waiting calls take what has come."""

@@ -19,7 +19,7 @@ from phloem.runtime.batch import Batch, Row, RowCopy
 from phloem.runtime.engine_core import EngineCore
 from phloem.runtime.engine_loop import EngineLoop
 from phloem.runtime.grammar import GrammarCompiler
-from phloem.runtime.model_runner import ModelRunner, RowResult
+from phloem.runtime.model_runner import ModelRunner, RowResult, places_of
 from phloem.runtime.models.config import ModelConfig, read_model_config
 from phloem.runtime.models.decoder import Decoder
 from phloem.runtime.models.loading import load_model
@@ -75,6 +75,7 @@ class RecordingRunner:
         self.close = runner.close
         self.records: dict[str, Record] = {}
         self.rows_copied = 0
+        self.tokens_led = 0
 
     def copy_rows(self, copies: Sequence[RowCopy]) -> None:
         self.rows_copied += sum(copy.num_rows for copy in copies)
@@ -85,15 +86,25 @@ class RecordingRunner:
         self.decoder.seen.clear()
         results = self.runner.run(batch)
         assert all(result.is_finite for result in results)
+        self.tokens_led += sum(row.num_led for row in batch.rows)
         logits = iter(self.decoder.seen)
-        for record, row in zip(records, batch.rows, strict=True):
-            for position in row.scored:
+        places = places_of(batch.rows)
+        asked = [
+            [(position, place[position - row.start]) for position in row.scored]
+            for row, place in zip(batch.rows, places, strict=True)
+        ]
+        # Rows of a step may have tokens in common, of which the logits are computed once.
+        scored = {index: next(logits) for index in sorted({index for each in asked for _, index in each})}
+        for record, each in zip(records, asked, strict=True):
+            for position, index in each:
                 assert position not in record.logits, "each position once"
-                record.logits[position] = next(logits)
-        for record, result in zip(records, results, strict=True):
+                record.logits[position] = scored[index]
+        ends = {place[-1]: None for row, place in zip(batch.rows, places, strict=True) if row.reads_next}
+        ending = {index: next(logits) for index in ends}
+        for record, result, own in zip(records, results, places, strict=True):
             record.scored += result.scored
             if result.row.reads_next:
-                record.logits[result.row.end - 1] = next(logits)
+                record.logits[result.row.end - 1] = ending[own[-1]]
                 record.candidates = record.candidates or result.candidates
             if result.token_id is not None:
                 record.tokens[result.row.end] = result.token_id

@@ -107,8 +107,11 @@ class Stepper:
                 self.memory[copy.target_block, offset] = self.memory[copy.source_block, offset]
         for row in batch.rows:
             self._check_reads(row.request, row.start)
-        for row in batch.rows:
-            self._write(row.request, row.start, row.start + row.count)
+        for index, row in enumerate(batch.rows):
+            if row.lead is not None:
+                assert row.lead.row < index
+                self._mirror(batch.rows[row.lead.row], row)
+            self._write(row.request, row.start + row.num_led, row.end)
         for row in batch.rows:
             self._check_reads(row.request, row.start + row.count)
         self.computed += batch.num_tokens
@@ -155,6 +158,12 @@ class Stepper:
         values = digests(request.namespace, request.tokens[:end])
         for position in range(start, end):
             self.memory[self._slot(request, position)] = values[position]
+
+    def _mirror(self, leader: Row, row: Row) -> None:
+        """Take over the digests of the row that leads; `_check_reads` finds them wrong if they are another path's."""
+        assert 0 < row.num_led <= min(row.count, leader.count)
+        for position in range(row.start, row.start + row.num_led):
+            self.memory[self._slot(row.request, position)] = self.memory[self._slot(leader.request, position)]
 
     def _deliver(self, row: Row) -> None:
         request = row.request
