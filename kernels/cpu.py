@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping
 
 from phloem.kernels.attention import AttentionSpec
-from phloem.kernels.cpu_linear import TileLinear, tile_linear
+from phloem.kernels.cpu_linear import LinearKernel
 from phloem.kernels.cpu_native import NativeBackend, why_unsupported
 from phloem.kernels.cpu_ops import native_ops
 from phloem.kernels.cpu_torch import TorchBackend
@@ -76,14 +76,14 @@ def make_cpu_ops(environ: Mapping[str, str] = os.environ) -> FusedOps:
     return torch_ops() if library is None else native_ops(library)
 
 
-def make_cpu_linear(environ: Mapping[str, str] = os.environ) -> TileLinear | None:
-    """Make the compiled linear layers, or None where there is no compiler, no AMX, or PHLOEM_CPU_KERNEL is "torch".
+def make_cpu_linear(environ: Mapping[str, str] = os.environ) -> LinearKernel | None:
+    """Make the compiled linear layers, or None where there is no compiler, or PHLOEM_CPU_KERNEL is "torch".
 
     Raises:
         BuildError: PHLOEM_CPU_KERNEL is "native" and they can't be built.
     """
     library = _library(environ)
-    return None if library is None else tile_linear(library)
+    return None if library is None else LinearKernel(library)
 
 
 def _library(environ: Mapping[str, str]) -> ctypes.CDLL | None:

@@ -20,14 +20,12 @@
 // On machines with AVX512-BF16 and bf16 queries and keys, the score's chain is over pairs of dims (VDPBF16PS). On machines with
 // AMX, such a span is computed in tiles of 16 rows, by an arithmetic of its own: see cpu_attention_amx.h.
 
-#include "cpu_attention_amx.h"
-#include "cpu_vectors.h"
-
 #include <algorithm>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "cpu_attention_amx.h"
+#include "cpu_kernels.h"
+#include "cpu_vectors.h"
+
 
 namespace {
 
@@ -127,53 +125,7 @@ void add_all_dims(const float* p, const T* const* v, const T* const* next, int b
   for (; dim < padded_dim; dim += LANES) add_values<M, 1>(p, v, next, begin, end, dim, out, padded_dim);
 }
 
-// Copies a row as floats, with zeros up to a multiple of LANES.
-template <class T> inline void widen_row(const T* row, int head_dim, float* out) {
-  int d = 0;
-  for (; d + LANES <= head_dim; d += LANES) store(out + d, load(row + d));
-  if (d == head_dim) return;
-  store(out + d, Vec{});
-  for (; d < head_dim; d++) out[d] = widen(row[d]);
-}
-
-// Calls run(constant<M>, first row) over rows [row, end) in blocks of MAX_ROWS, then of what is left.
-template <int M = MAX_ROWS, class Run> inline void in_row_blocks(int row, int end, Run run) {
-  for (; row + M <= end; row += M) run(std::integral_constant<int, M>{}, row);
-  if constexpr (M > 1) in_row_blocks<M - 1>(row, end, run);
-}
-
 }  // namespace
-
-extern "C" {
-
-// One call's arguments; the same fields in the same order are in cpu_native.py. A query row is one head of one token:
-// row token * group + h is query head kv_head * group + h, for each KV head.
-struct PhloemAttention {
-  const void* kv;                // [num_blocks, 2, block_size, num_kv_heads, head_dim]
-  const void* q;                 // [num_tokens, num_q_heads, head_dim]
-  void* out;                     // like q
-  const int64_t* positions;      // [num_tokens]
-  const int64_t* token_partial;  // [num_tokens + 1] partial results kept for the tokens before each one, in spans
-  const int32_t* kv_indptr;      // [num_rows + 1]
-  const int32_t* kv_indices;     // [kv_indptr[num_rows]]
-  const int32_t* kv_lens;        // [num_rows]
-  const int32_t* query_rows;     // the query rows of all tiles, one tile after the other
-  const int32_t* tile_row;       // [tiles] plan row whose blocks the tile reads
-  const int32_t* tile_begin;     // [tiles] where its query rows begin in query_rows
-  const int32_t* tile_count;     // [tiles] how many there are, TILE at most
-  const int32_t* tile_kept;      // [num_tiles] spans from the first on whose results the items keep
-  const int32_t* item_tile;      // [num_items]
-  const int32_t* item_span;      // [num_items]
-  float* partials;               // [num_kv_heads][token_partial[num_tokens]][group][phloem_partial_floats(head_dim)]
-  float* scratch;                // [num_threads][phloem_scratch_floats(head_dim)]
-  int64_t num_tokens, num_tiles; // tiles from num_tiles on are for items only
-  int64_t num_items;
-  int64_t window;                // 0: none
-  int32_t block_size, num_q_heads, num_kv_heads, head_dim;
-  int32_t kv_is_bf16, q_is_bf16, num_threads;
-  float scale, soft_cap;         // soft_cap 0: none
-};
-}
 
 namespace {
 
@@ -231,8 +183,8 @@ template <class T, class Q, Arithmetic A> struct Tile {
     return a.window && least >= a.window ? (least - a.window + 1) / SPAN : 0;
   }
   int64_t end_span() const { return *std::max_element(position, position + count) / SPAN + 1; }
-  int64_t query_offset(int m) const {
-    return (int64_t(token[m]) * a.num_q_heads + head * group + lane[m]) * a.head_dim;
+  const Q* query(int m) const {
+    return static_cast<const Q*>(a.q) + token[m] * a.q_stride + (head * group + lane[m]) * a.head_dim;
   }
   float* partial(int64_t span, int m) const {
     const int64_t place = head * a.token_partial[a.num_tokens] + a.token_partial[token[m]] + span;
@@ -242,10 +194,10 @@ template <class T, class Q, Arithmetic A> struct Tile {
   void load_queries() {
 #if PHLOEM_HAS_AMX
     if constexpr (A == TILES)
-      return in_tiles().load_queries(count, [&](int m) { return static_cast<const Q*>(a.q) + query_offset(m); });
+      return in_tiles().load_queries(count, [&](int m) { return query(m); });
 #endif
     for (int m = 0; m < count; m++) {
-      const Q* q = static_cast<const Q*>(a.q) + query_offset(m);
+      const Q* q = query(m);
       if constexpr (A == PAIRS) std::memcpy(s.q + m * dim, q, a.head_dim * sizeof(Q));
       else for (int d = 0; d < a.head_dim; d++) s.q[m * dim + d] = widen(q[d]);
     }
@@ -282,7 +234,7 @@ template <class T, class Q, Arithmetic A> struct Tile {
       const bool is_last = key + PANEL >= end;
       locate(span * SPAN + (is_last ? begin : key + PANEL), is_last, next);
       pack_keys<T, A == PAIRS>(keys, next, a.head_dim, s.panel);
-      in_row_blocks(0, count, [&](auto m_constant, int m) {
+      in_row_blocks<MAX_ROWS>(0, count, [&](auto m_constant, int m) {
         score_rows<m_constant(), A == PAIRS>(s.q + m * dim, dim, s.panel, A == PAIRS ? a.head_dim / 2 : a.head_dim,
                                              s.scores + m * SPAN + key);
       });
@@ -319,7 +271,7 @@ template <class T, class Q, Arithmetic A> struct Tile {
   // those before and after: a key that a row doesn't see is never touched for it.
   template <class V> void add_panel(int key, const V* const* v, const V* const* next) {
     auto clip = [&](int x) { return x < key ? 0 : x > key + PANEL ? PANEL : x - key; };
-    in_row_blocks(0, count, [&](auto m_constant, int m) {
+    in_row_blocks<MAX_ROWS>(0, count, [&](auto m_constant, int m) {
       constexpr int M = m_constant();
       int begin = 0, end = PANEL;
       for (int r = 0; r < M; r++) begin = std::max(begin, clip(visible[m + r].begin)), end = std::min(end, clip(visible[m + r].end));
@@ -422,7 +374,7 @@ template <class T, class Q, Arithmetic A> struct Tile {
 
   void write() const {
     for (int m = 0; m < count; m++) {
-      Q* out = static_cast<Q*>(a.out) + query_offset(m);
+      Q* out = static_cast<Q*>(a.out) + (int64_t(token[m]) * a.num_q_heads + head * group + lane[m]) * a.head_dim;
       for (int d = 0; d < a.head_dim; d++) narrow(s.merged_out[m * dim + d] / s.merged_sum[m], out + d);
     }
   }
@@ -450,35 +402,45 @@ template <class T, class Q, Arithmetic A> struct Tile {
   }
 };
 
-#if defined(_OPENMP)
-inline int thread_number() { return omp_get_thread_num(); }
-#else
-inline int thread_number() { return 0; }
-#endif
-
 struct NoTiles {};
 
-template <class T, class Q, Arithmetic A> void attend(const PhloemAttention& a) {
-  const int64_t num_tiles = a.num_tiles * a.num_kv_heads, num_items = a.num_items * a.num_kv_heads;
-  const int64_t scratch_size = Scratch::floats(padded(a.head_dim));
-  auto tile = [&](int index, int64_t i) {
-    return Tile<T, Q, A>(a, a.scratch + scratch_size * thread_number(), index, int(i % a.num_kv_heads));
-  };
-#pragma omp parallel num_threads(a.num_threads) if (num_tiles + num_items > 1)
-  {
+template <class T, class Q, Arithmetic A> void attend_by(Member& member, const PhloemAttention& a) {
 #if PHLOEM_HAS_AMX
-    std::conditional_t<A == TILES, AmxTiles, NoTiles> registers;
+  std::conditional_t<A == TILES, AmxTiles, NoTiles> registers;
 #endif
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_items; i++)
+  float* const scratch = a.scratch + Scratch::floats(padded(a.head_dim)) * member.index;
+  auto tile = [&](int64_t index, int64_t i) { return Tile<T, Q, A>(a, scratch, int(index), int(i % a.num_kv_heads)); };
+  if (a.num_items)
+    member.share(a.num_items * a.num_kv_heads, [&](int64_t i) {
       tile(a.item_tile[i / a.num_kv_heads], i).keep(a.item_span[i / a.num_kv_heads]);
-    // from the end: the last tiles of a prompt see the most keys, and a long one should not be the last to start
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = num_tiles - 1; i >= 0; i--) tile(int(i / a.num_kv_heads), i).finish();
-  }
+    });
+  // from the end: the last tiles of a prompt see the most keys, and a long one should not be the last to start
+  const int64_t num_tiles = a.num_tiles * a.num_kv_heads;
+  member.share(num_tiles, [&](int64_t i) { tile((num_tiles - 1 - i) / a.num_kv_heads, num_tiles - 1 - i).finish(); });
 }
 
 }  // namespace
+
+void phloem::attend(Member& member, const PhloemAttention& a) {
+#if PHLOEM_HAS_AMX
+  if (a.kv_is_bf16 && a.q_is_bf16 && a.head_dim % STEP == 0 && a.head_dim <= MAX_DIM && amx_is_allowed())
+    return attend_by<bf16, bf16, TILES>(member, a);
+#endif
+#if defined(__AVX512BF16__)
+  constexpr Arithmetic BF16 = PAIRS;
+#else
+  constexpr Arithmetic BF16 = FLOATS;
+#endif
+  if (a.kv_is_bf16) a.q_is_bf16 ? attend_by<bf16, bf16, BF16>(member, a) : attend_by<bf16, float, FLOATS>(member, a);
+  else a.q_is_bf16 ? attend_by<float, bf16, FLOATS>(member, a) : attend_by<float, float, FLOATS>(member, a);
+}
+
+void phloem::append(const PhloemAppend& a, int64_t i) {
+  const int64_t slot = a.slots[i], token = a.tokens ? a.tokens[i] : i;
+  char* to = static_cast<char*>(a.kv) + (slot / a.block_size * 2 * a.block_size + slot % a.block_size) * a.row_bytes;
+  std::memcpy(to, static_cast<const char*>(a.k) + token * a.stride_bytes, a.row_bytes);
+  std::memcpy(to + a.block_size * a.row_bytes, static_cast<const char*>(a.v) + token * a.stride_bytes, a.row_bytes);
+}
 
 extern "C" {
 
@@ -488,25 +450,11 @@ int32_t phloem_tile_rows() { return TILE; }
 int32_t phloem_span_keys() { return SPAN; }
 
 void phloem_attend(const PhloemAttention* a) {
-#if PHLOEM_HAS_AMX
-  if (a->kv_is_bf16 && a->q_is_bf16 && a->head_dim % STEP == 0 && a->head_dim <= MAX_DIM && amx_is_allowed()) return attend<bf16, bf16, TILES>(*a);
-#endif
-#if defined(__AVX512BF16__)
-  constexpr Arithmetic BF16 = PAIRS;
-#else
-  constexpr Arithmetic BF16 = FLOATS;
-#endif
-  if (a->kv_is_bf16) a->q_is_bf16 ? attend<bf16, bf16, BF16>(*a) : attend<bf16, float, FLOATS>(*a);
-  else a->q_is_bf16 ? attend<float, bf16, FLOATS>(*a) : attend<float, float, FLOATS>(*a);
+  const bool is_alone = (a->num_tiles + a->num_items) * a->num_kv_heads <= 1;
+  in_team(is_alone ? 1 : a->num_threads, [&](Member& member) { attend(member, *a); });
 }
 
-// Copies each token's keys and values, row_bytes each, to its slot. Slots are not checked here: the plan was.
-void phloem_append(char* kv, const char* k, const char* v, const int64_t* slots, int64_t num_tokens,
-                   int32_t block_size, int64_t row_bytes) {
-  for (int64_t i = 0; i < num_tokens; i++) {
-    char* to = kv + (slots[i] / block_size * 2 * block_size + slots[i] % block_size) * row_bytes;
-    std::memcpy(to, k + i * row_bytes, row_bytes);
-    std::memcpy(to + block_size * row_bytes, v + i * row_bytes, row_bytes);
-  }
+void phloem_append(const PhloemAppend* a, int64_t num_slots) {
+  for (int64_t i = 0; i < num_slots; i++) append(*a, i);
 }
 }

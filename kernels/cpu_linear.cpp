@@ -1,227 +1,244 @@
-// The linear layers of a decoder in bf16, on a processor that multiplies tiles (AMX): y = x W^T + b, also with the SwiGLU
-// that follows the first layer of an MLP.
+// The linear layers of a decoder: y = x W^T + b, also with the SwiGLU that follows the first layer of an MLP. Weights are
+// float32, bf16, or int8 with a scale per output; on a processor that multiplies tiles, bf16 goes to cpu_linear_amx.h.
 //
-// The arithmetic of an output is fixed, so a row has the same bits whatever rows stand beside it: from zero, its products
-// are added by TDPBF16PS over 32 inputs at a time, ascending (within the 32 the instruction itself fixes the order); then
-// the bias is added; then the sum is rounded, once. Which rows make a tile, and which thread has it, does not enter.
+// The arithmetic of an output is fixed, so a row has the same bits whatever rows stand beside it: from zero, one fused
+// multiply-add per input, ascending (on AVX512-BF16 one VDPBF16PS per pair of inputs); then the scale, if there is one, then
+// the bias; then the sum is rounded, once.
 //
-//             16 outputs  16 outputs     A step of the innermost loop: 32 rows, 32 outputs, 32 inputs. A tile of x is
-//            +-----------+-----------+   16 rows of 64 bytes, read where it lies. A tile of W is 16 pairs of inputs by
-//   16 rows  |   SUMS    | SUMS + 1  |   16 outputs; the two of a step stand together in memory, and those of the
-//            +-----------+-----------+   next step behind them (`pack` in cpu_linear.py), so that a *stripe* of 32
-//   16 rows  | SUMS + 2  | SUMS + 3  |   outputs is one stream.
-//            +-----------+-----------+
+//              32 outputs              Lanes are outputs. A *stripe* of 32 of them is one stream in memory, of words: a word
+//            +------------+            holds 1, 2 or 4 inputs of one output, and those of 32 outputs stand side by side
+//   BLOCK    |    sums    |            (`pack` in cpu_linear.py). The sums of up to BLOCK rows stay in registers, and each
+//   rows     |            |            value of x is spread over a vector.
+//            +------------+
 //
-// A stripe is read from memory once for all rows of a panel (as many rows as stay in the second-level cache), and while it
-// is worked on, the next one of this thread is prefetched. With few rows that is all there is to do: the pace is memory's.
+// A stripe is read from memory once for all rows of a panel (as many as stay in the second-level cache), and while it is
+// worked on, the next one of this thread is prefetched. With few rows that is all there is to do: the pace is memory's.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
+#include <vector>
 
-#include "cpu_amx.h"
+#include "cpu_kernels.h"
+#include "cpu_linear_amx.h"
 #include "cpu_vectors.h"
 
 namespace {
 
-#if PHLOEM_HAS_AMX
+constexpr int VECTORS = STRIPE / LANES;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int BLOCK = 24 / VECTORS;  // of 32 registers
+#else
+constexpr int BLOCK = 12 / VECTORS > 0 ? 12 / VECTORS : 1;  // of 16
+#endif
+constexpr int WORD_BYTES = STRIPE * 4;      // of the words of a stripe that stand side by side
+constexpr int CHUNK = 2048;                 // inputs that are gone through for all rows of a panel before the next ones
+constexpr int LEAD = 32;                    // words between a prefetch and its use
 
-constexpr int STRIPE = 32;                  // outputs
-constexpr int BLOCK = 2 * TILE_ROWS;        // rows
-constexpr int HALF_STEP_BYTES = 1024;       // a tile of W
-constexpr int STEP_BYTES = 2 * HALF_STEP_BYTES;
-constexpr int LEAD = 10;                    // steps between a prefetch and its use, if rows are few
-constexpr int64_t PANEL_BYTES = 768 << 10;  // of x
-constexpr int64_t GRAIN = 256 << 10;        // bytes of W under which a second thread costs more than it saves
-constexpr int SUMS = 0, ROWS = 4, OUTPUTS = 6;  // tile registers
+// ---- how words are multiplied: the inputs in a word, the values of x that it meets in one go, and what is added
 
-struct Linear {
-  const char* x;
-  int64_t num_rows, row_bytes;
-  const char* weight;
-  const float* bias;
-  void* out;
-  int32_t num_steps, out_features, num_threads;
+struct Floats {
+  using X = float;
+  static constexpr int INPUTS = 1, PARTS = 1;
+  template <int> static Vec part(UVec words) { return (Vec)words; }
+  static Vec add(Vec sum, const X* x, Vec weights) { return fma(splat(*x), weights, sum); }
 };
-
-// What becomes of 32 sums of a row: how many results, of which type; `kept` is a mask of them.
-struct ToFloat {
-  using T = float;
-  static constexpr int COLUMNS = STRIPE;
-  static void put(T* out, uint32_t kept, Vec low, Vec high) {
-    _mm512_mask_storeu_ps(out, __mmask16(kept), (__m512)low);
-    _mm512_mask_storeu_ps(out + LANES, __mmask16(kept >> LANES), (__m512)high);
+struct Bf16s : Floats {
+  static constexpr int INPUTS = 2, PARTS = 2;
+  template <int I> static Vec part(UVec words) { return (Vec)(I ? words & 0xffff0000u : words << 16); }
+};
+struct Int8s : Floats {
+  static constexpr int INPUTS = 4, PARTS = 4;
+  template <int I> static Vec part(UVec words) { return __builtin_convertvector((IVec)(words << (24 - 8 * I)) >> 24, Vec); }
+};
+#if defined(__AVX512BF16__)
+struct Bf16Pairs {
+  using X = bf16;
+  static constexpr int INPUTS = 2, PARTS = 1;
+  template <int> static UVec part(UVec words) { return words; }
+  static Vec add(Vec sum, const X* x, UVec weights) {
+    const __m512i pair = _mm512_set1_epi32(load_as<int32_t>(x));
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pair, (__m512bh)(__m512i)weights);
   }
 };
-struct ToBf16 {
-  using T = bf16;
-  static constexpr int COLUMNS = STRIPE;
-  static void put(T* out, uint32_t kept, Vec low, Vec high) {
-    _mm512_mask_storeu_epi16(out, kept, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-  }
-};
-struct ToGated {  // 16 gates, and what they gate; rounded wherever phloem_silu_and_mul rounds
-  using T = bf16;
-  static constexpr int COLUMNS = STRIPE / 2;
-  static void put(T* out, uint32_t kept, Vec gate, Vec up) {
-    const HVec values = round_to_bf16(rounded<bf16>(silu(rounded<bf16>(gate))) * rounded<bf16>(up));
-    _mm256_mask_storeu_epi16(out, __mmask16(kept), (__m256i)values);
-  }
-};
+#endif
 
-// What to fetch during the steps of a block: of W `bytes` a step, from `first` and, after `turn` steps, from `then`.
-struct Prefetch {
-  const char *first, *then;
-  int turn, bytes;
-  void at(int step) const {
-    const char* from = step < turn ? first + int64_t(step) * bytes : then + int64_t(step - turn) * bytes;
-    for (int i = 0; i < bytes; i += TILE_BYTES) _mm_prefetch(from + i, _MM_HINT_T1);
-  }
-};
-
-// The lines that results will be written to, two a step: those of this block, and with many steps of the blocks below it.
-struct Results {
-  const char* first;
-  int64_t row_bytes;
-  void fetch(int step) const {
-    __builtin_prefetch(first + 2 * step * row_bytes, 1);
-    __builtin_prefetch(first + (2 * step + 1) * row_bytes, 1);
-  }
-};
-
-// Up to 32 rows (two tiles of them, or one) by a stripe of W; sums is [32][32].
-template <bool IS_PAIR>
-inline void multiply(const char* x, int64_t row_bytes, const char* stripe, int num_steps, Prefetch next, Results results,
+// Adds the products of `num_words` words to the sums of M rows, [M][STRIPE]. `ahead` is prefetched, word by word.
+template <class Words, int M>
+inline void multiply(const typename Words::X* x, int64_t x_stride, const char* weight, int num_words, const char* ahead,
                      float* sums) {
-  tile_zero<SUMS>();
-  tile_zero<SUMS + 1>();
-  if (IS_PAIR) {
-    tile_zero<SUMS + 2>();
-    tile_zero<SUMS + 3>();
+  Vec sum[M][VECTORS];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; j++) sum[m][j] = load(sums + m * STRIPE + j * LANES);
+  for (int word = 0; word < num_words; word++, weight += WORD_BYTES, ahead += WORD_BYTES, x += Words::INPUTS) {
+    __builtin_prefetch(ahead, 0, 2);
+    __builtin_prefetch(ahead + WORD_BYTES / 2, 0, 2);
+    UVec words[VECTORS];
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; j++) words[j] = load_as<UVec>(weight + j * LANES * 4);
+    for_parts<Words::PARTS>([&](auto part) {
+#pragma GCC unroll 16
+      for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; j++)
+          sum[m][j] = Words::add(sum[m][j], x + m * x_stride + part(), Words::template part<part()>(words[j]));
+    });
   }
-  for (int step = 0; step < num_steps; step++) {
-    tile_load<ROWS>(x + step * TILE_BYTES, row_bytes);
-    tile_load_once<OUTPUTS>(stripe + int64_t(step) * STEP_BYTES, TILE_BYTES);
-    tile_load_once<OUTPUTS + 1>(stripe + int64_t(step) * STEP_BYTES + HALF_STEP_BYTES, TILE_BYTES);
-    tile_multiply<SUMS, ROWS, OUTPUTS>();
-    tile_multiply<SUMS + 1, ROWS, OUTPUTS + 1>();
-    if (IS_PAIR) {
-      tile_load<ROWS + 1>(x + TILE_ROWS * row_bytes + step * TILE_BYTES, row_bytes);
-      tile_multiply<SUMS + 2, ROWS + 1, OUTPUTS>();
-      tile_multiply<SUMS + 3, ROWS + 1, OUTPUTS + 1>();
-    }
-    next.at(step);
-    if (results.first) results.fetch(step);
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; j++) store(sums + m * STRIPE + j * LANES, sum[m][j]);
+}
+
+// One row's sums of a stripe become `count` results.
+template <class T, bool IS_GATED>
+void write_row(const float* sums, const float* scale, const float* bias, int count, void* out) {
+  Vec v[VECTORS];
+  for (int j = 0; j < VECTORS; j++) {
+    v[j] = load(sums + j * LANES);
+    if (scale) v[j] *= load(scale + j * LANES);
+    if (bias) v[j] += load(bias + j * LANES);
   }
-  constexpr int SUM_BYTES = STRIPE * sizeof(float);
-  tile_store<SUMS>(sums, SUM_BYTES);
-  tile_store<SUMS + 1>(sums + LANES, SUM_BYTES);
-  if (IS_PAIR) {
-    tile_store<SUMS + 2>(sums + TILE_ROWS * STRIPE, SUM_BYTES);
-    tile_store<SUMS + 3>(sums + TILE_ROWS * STRIPE + LANES, SUM_BYTES);
+  constexpr int HALF = VECTORS / 2;
+  for (int j = 0; j < (IS_GATED ? HALF : VECTORS); j++) {
+    const int d = j * LANES;
+    if (d >= count) return;
+    if (IS_GATED) v[j] = rounded<T>(silu(rounded<T>(v[j]))) * rounded<T>(v[j + HALF]);
+    if (d + LANES <= count) store_all(static_cast<T*>(out) + d, v[j]);
+    else store_some(static_cast<T*>(out) + d, v[j], count - d);
   }
 }
 
-template <class Result> class Product {
- public:
-  explicit Product(const Linear& linear)
-      : a(linear), num_stripes((linear.out_features + Result::COLUMNS - 1) / Result::COLUMNS),
-        panel_rows(std::max<int64_t>(1, PANEL_BYTES / (int64_t(linear.num_steps) * TILE_BYTES * BLOCK)) * BLOCK),
-        num_items((linear.num_rows + panel_rows - 1) / panel_rows * num_stripes) {}
+struct Call {
+  const PhloemLinear& layer;
+  const PhloemInput& x;
+  const PhloemResult& out;
+};
 
-  void run() {
-    const int64_t weight_bytes = num_stripes * a.num_steps * STEP_BYTES;
-#pragma omp parallel num_threads(a.num_threads) if (weight_bytes * (1 + a.num_rows / 64) > GRAIN)
-    run_thread();
+// One thread's part in a product.
+template <class Words> class LaneProduct {
+  using X = typename Words::X;
+
+ public:
+  explicit LaneProduct(const Call& call)
+      : a_(call), columns_(a_.layer.is_gated ? STRIPE / 2 : STRIPE),
+        num_stripes_((a_.layer.out_features + columns_ - 1) / columns_), num_words_(a_.layer.in_features / Words::INPUTS),
+        panel_rows_(std::max<int64_t>(1, PANEL_BYTES / (int64_t(a_.layer.in_features) * int(sizeof(X)) * BLOCK)) * BLOCK),
+        num_items_((a_.x.num_rows + panel_rows_ - 1) / panel_rows_ * num_stripes_) {}
+
+  // Items (a panel of rows by a stripe), each claimed one ahead so that it can be prefetched.
+  void run(Member& member) {
+    static thread_local std::vector<float> sums;
+    static thread_local std::vector<X> wide;
+    sums.resize((num_words_ * Words::INPUTS > CHUNK ? panel_rows_ : BLOCK) * STRIPE);
+    int64_t panel = -1;
+    Rows rows{};
+    for (int64_t item = member.claim(), next; item < num_items_; item = next) {
+      next = member.claim();
+      if (item / num_stripes_ != panel) {
+        panel = item / num_stripes_;
+        rows = panel_of(panel, wide);
+      }
+      run_item(item, rows, next < num_items_ ? stripe_of(next) : stripe_of(item), sums.data());
+    }
   }
 
  private:
-  using T = typename Result::T;
-  const Linear& a;
-  const int64_t num_stripes, panel_rows, num_items;
-  std::atomic<int64_t> claimed{0};
+  const Call& a_;
+  const int columns_;
+  const int64_t num_stripes_;
+  const int num_words_;
+  const int64_t panel_rows_, num_items_;
 
-  const char* stripe_of(int64_t item) const { return a.weight + item % num_stripes * a.num_steps * STEP_BYTES; }
-  T* out_at(int64_t item, int64_t row) const {
-    return static_cast<T*>(a.out) + row * a.out_features + item % num_stripes * Result::COLUMNS;
+  const char* stripe_of(int64_t item) const {
+    return static_cast<const char*>(a_.layer.weight) + item % num_stripes_ * num_words_ * WORD_BYTES;
   }
 
-  // One thread's part: items (a panel of rows by a stripe), each claimed one ahead so that it can be prefetched.
-  void run_thread() {
-    AmxTiles tiles;
-    set_rows(tiles, int(std::min<int64_t>(a.num_rows, BLOCK)));
-    bool is_first = true;
-    for (int64_t item = claimed++, next; item < num_items; item = next) {
-      next = claimed++;
-      run_item(tiles, item, next < num_items ? stripe_of(next) : nullptr, is_first);
-      is_first = false;
+  struct Rows {
+    const X* x;
+    int64_t stride;
+    int count;
+  };
+
+  // The rows of x of a panel, where they lie or, if of another type, as a copy.
+  Rows panel_of(int64_t panel, std::vector<X>& wide) const {
+    const int64_t begin = panel * panel_rows_, width = a_.layer.in_features;
+    const int count = int(std::min(panel_rows_, a_.x.num_rows - begin));
+    if (a_.x.is_bf16 == (sizeof(X) == 2)) return {static_cast<const X*>(a_.x.data) + begin * a_.x.row_stride, a_.x.row_stride, count};
+    wide.resize(std::max<size_t>(wide.size(), count * width));
+    if constexpr (sizeof(X) == 4)
+      for (int m = 0; m < count; m++)
+        widen_row(static_cast<const bf16*>(a_.x.data) + (begin + m) * a_.x.row_stride, int(width), wide.data() + m * width);
+    return {wide.data(), width, count};
+  }
+
+  void run_item(int64_t item, const Rows& rows, const char* next, float* sums) const {
+    constexpr int CHUNK_WORDS = CHUNK / Words::INPUTS;
+    const int64_t first_row = item / num_stripes_ * panel_rows_;
+    const bool is_single = num_words_ <= CHUNK_WORDS;
+    for (int word = 0; word < num_words_; word += CHUNK_WORDS) {
+      const Part part{stripe_of(item) + int64_t(word) * WORD_BYTES, next + int64_t(word) * WORD_BYTES,
+                      std::min(CHUNK_WORDS, num_words_ - word)};
+      in_row_blocks<BLOCK>(0, rows.count, [&](auto m_constant, int m) {
+        constexpr int M = m_constant();
+        float* to = is_single ? sums : sums + int64_t(m) * STRIPE;
+        if (word == 0) std::memset(to, 0, M * STRIPE * sizeof(float));
+        const X* x = rows.x + m * rows.stride + word * Words::INPUTS;
+        if (rows.count <= BLOCK) multiply_leading<M>(x, rows.stride, part, to);
+        else multiply<Words, M>(x, rows.stride, part.weight, part.num_words, m + M < rows.count ? part.weight : part.next, to);
+        if (word + part.num_words == num_words_)
+          for (int r = 0; r < M; r++) write(item, first_row + m + r, to + r * STRIPE);
+      });
     }
   }
 
-  // The first tile of a block has up to 16 rows, the second one those that are left.
-  static void set_rows(AmxTiles& tiles, int num_rows) {
-    const int upper = std::min(num_rows, TILE_ROWS), lower = std::max(1, num_rows - TILE_ROWS);
-    tiles.set_rows({upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS});
+  struct Part { const char *weight, *next; int num_words; };  // words of a stripe, and the same ones of the next stripe
+
+  // With one block of rows, words are fetched a few ahead, running on into the next stripe; with more, by the last block.
+  template <int M> static void multiply_leading(const X* x, int64_t x_stride, const Part& part, float* sums) {
+    const int turn = std::max(0, part.num_words - LEAD);
+    multiply<Words, M>(x, x_stride, part.weight, turn, part.weight + LEAD * WORD_BYTES, sums);
+    multiply<Words, M>(x + turn * Words::INPUTS, x_stride, part.weight + int64_t(turn) * WORD_BYTES, part.num_words - turn,
+                       part.next, sums);
   }
 
-  void run_item(AmxTiles& tiles, int64_t item, const char* next, bool is_first) {
-    alignas(64) float sums[BLOCK * STRIPE];
-    const char* stripe = stripe_of(item);
-    const int64_t begin = item / num_stripes * panel_rows, end = std::min(a.num_rows, begin + panel_rows);
-    const int num_blocks = int((end - begin + BLOCK - 1) / BLOCK);
-    for (int block = 0; block < num_blocks; block++) {
-      const int64_t row = begin + int64_t(block) * BLOCK;
-      const int num_rows = int(std::min<int64_t>(end - row, BLOCK));
-      const bool is_cut = num_rows < BLOCK && a.num_rows > BLOCK;
-      const Prefetch fetch = to_prefetch(stripe, next, block, num_blocks, is_first);
-      const Results results{num_blocks > 1 ? reinterpret_cast<const char*>(out_at(item, row)) : nullptr,
-                            int64_t(a.out_features) * int(sizeof(T))};
-      const char* x = a.x + row * a.row_bytes;
-      if (is_cut) set_rows(tiles, num_rows);
-      if (num_rows > TILE_ROWS) multiply<true>(x, a.row_bytes, stripe, a.num_steps, fetch, results, sums);
-      else multiply<false>(x, a.row_bytes, stripe, a.num_steps, fetch, results, sums);
-      if (is_cut) set_rows(tiles, BLOCK);
-      write(sums, item, row, num_rows);
-    }
-  }
-
-  // With one block of rows, a few steps ahead, running on into the next stripe; with more, the next stripe is spread over
-  // them. A thread's first stripe has had nobody to fetch it.
-  Prefetch to_prefetch(const char* stripe, const char* next, int block, int num_blocks, bool is_first) const {
-    const int lead = std::min(LEAD, int(a.num_steps)), turn = a.num_steps - lead;
-    if (num_blocks == 1) return {stripe + lead * STEP_BYTES, next ? next : stripe, turn, STEP_BYTES};
-    if (is_first && block == 0) return {stripe + lead * STEP_BYTES, stripe, turn, STEP_BYTES};
-    const int blocks_left = is_first ? num_blocks - 1 : num_blocks, at = is_first ? block - 1 : block;
-    const int bytes = (STEP_BYTES / blocks_left + TILE_BYTES - 1) / TILE_BYTES * TILE_BYTES;
-    if (!next || at * bytes >= STEP_BYTES) return {stripe, stripe, a.num_steps, 0};
-    return {next + int64_t(at) * a.num_steps * bytes, next, a.num_steps, bytes};
-  }
-
-  void write(const float* sums, int64_t item, int64_t row, int num_rows) const {
-    const int64_t stripe = item % num_stripes, left = a.out_features - stripe * Result::COLUMNS;
-    const uint32_t kept = left >= STRIPE ? ~0u : (1u << left) - 1;
-    const float* bias = a.bias ? a.bias + stripe * STRIPE : nullptr;
-    const int64_t out_stride = a.out_features;  // a copy, since the compiler must take `out` for a part of `a`
-    T* out = out_at(item, row);
-    for (int r = 0; r < num_rows; r++, out += out_stride) {
-      Vec low = load(sums + r * STRIPE), high = load(sums + r * STRIPE + LANES);
-      if (bias) {
-        low += load(bias);
-        high += load(bias + LANES);
-      }
-      Result::put(out, kept, low, high);
+  void write(int64_t item, int64_t row, const float* sums) const {
+    const int64_t stripe = item % num_stripes_, column = stripe * columns_;
+    const int count = int(std::min<int64_t>(columns_, a_.layer.out_features - column));
+    const float* scale = a_.layer.scale ? a_.layer.scale + stripe * STRIPE : nullptr;
+    const float* bias = a_.layer.bias ? a_.layer.bias + stripe * STRIPE : nullptr;
+    const int64_t place = row * a_.out.row_stride + column;
+    if (a_.out.is_bf16) {
+      bf16* to = static_cast<bf16*>(a_.out.data) + place;
+      a_.layer.is_gated ? write_row<bf16, true>(sums, scale, bias, count, to) : write_row<bf16, false>(sums, scale, bias, count, to);
+    } else {
+      float* to = static_cast<float*>(a_.out.data) + place;
+      a_.layer.is_gated ? write_row<float, true>(sums, scale, bias, count, to) : write_row<float, false>(sums, scale, bias, count, to);
     }
   }
 };
 
-#endif
-
 }  // namespace
+
+void phloem::linear(Member& member, const PhloemLinear& layer, const PhloemInput& x, const PhloemResult& out) {
+  const Call call{layer, x, out};
+  if (layer.format == FLOAT_LANES) LaneProduct<Floats>(call).run(member);
+  else if (layer.format == INT8_LANES) LaneProduct<Int8s>(call).run(member);
+#if defined(__AVX512BF16__)
+  else if (layer.format == BF16_LANES && x.is_bf16) LaneProduct<Bf16Pairs>(call).run(member);
+#endif
+  else if (layer.format == BF16_LANES) LaneProduct<Bf16s>(call).run(member);
+#if PHLOEM_HAS_AMX
+  else run_tiles(member, layer, x, out);
+#endif
+  member.meet();
+}
 
 extern "C" {
 
-// Whether this build has code for tiles, and the system lets this process use them.
-int32_t phloem_linear_is_supported() {
+// Whether bf16 weights are to be packed for tiles (AMX): this build has code for them, and the system lets this process use it.
+int32_t phloem_linear_has_tiles() {
 #if PHLOEM_HAS_AMX
   return amx_is_allowed();
 #else
@@ -229,20 +246,10 @@ int32_t phloem_linear_is_supported() {
 #endif
 }
 
-// out [num_rows, out_features] = x [num_rows, in_features] W^T + bias. x and W are bf16, in_features a multiple of 32, the
-// bias (or null) float32 and padded with W to whole stripes. The result is 0: rounded to bf16; 1: float32; 2: bf16 of a
-// SwiGLU, where a stripe of W is 16 gates and what they gate.
-void phloem_linear([[maybe_unused]] const void* x, [[maybe_unused]] int64_t num_rows, [[maybe_unused]] int64_t row_stride,
-                   [[maybe_unused]] const void* weight, [[maybe_unused]] const float* bias, [[maybe_unused]] void* out,
-                   [[maybe_unused]] int32_t in_features, [[maybe_unused]] int32_t out_features,
-                   [[maybe_unused]] int32_t result, [[maybe_unused]] int32_t num_threads) {
-#if PHLOEM_HAS_AMX
-  if (num_rows == 0) return;
-  const Linear linear{static_cast<const char*>(x), num_rows, row_stride * 2, static_cast<const char*>(weight), bias, out,
-                      in_features / STEP, out_features, num_threads};
-  if (result == 0) Product<ToBf16>(linear).run();
-  else if (result == 1) Product<ToFloat>(linear).run();
-  else Product<ToGated>(linear).run();
-#endif
+// out [num_rows, out_features] = x [num_rows, in_features] W^T * scale + bias, or silu of half of that times the other half.
+// in_features must be a multiple of 32 for tiles, elsewhere of the inputs in a word.
+void phloem_linear(const PhloemLinear* layer, const PhloemInput* x, const PhloemResult* out, int32_t num_threads) {
+  const int64_t products = (int64_t(layer->in_features) * layer->out_features) * (8 + x->num_rows);
+  in_team(products > GRAIN ? num_threads : 1, [&](Member& member) { linear(member, *layer, *x, *out); });
 }
 }

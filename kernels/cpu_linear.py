@@ -1,104 +1,176 @@
-"""Linear layers compiled for processors that multiply tiles: `cpu_linear.cpp`, and the weights packed as it reads them."""
+"""Compiled linear layers: `cpu_linear.cpp`, and weights packed as it reads them.
+
+A row's bits do not depend on the other rows, their number, or the threads.
+"""
+
+from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from enum import IntEnum
 
 import torch
 import torch.nn.functional as F
 
 _STRIPE = 32
 """Outputs that are computed together; weights are padded to a multiple of it with zeros."""
-_STEP = 32
-"""Inputs that one instruction takes; their number must be a multiple of it."""
-_BFLOAT16, _FLOAT32, _GATED = range(3)
-"""Kinds of results of `phloem_linear`."""
+_TILE_STEP = 32
+"""Inputs that one instruction on tiles takes; their number must be a multiple of it."""
+_WORD_BYTES = 4
+"""Inputs of an output that stand together in lanes."""
+_DTYPES = (torch.float32, torch.bfloat16)
+"""Types of inputs and of results."""
 
-TileProduct = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-"""Of x bf16 `[num_rows, in_features]` and the type of the result, bfloat16 or float32."""
+
+class Format(IntEnum):
+    """How a weight lies in memory: the same numbers are in cpu_kernels.h."""
+
+    FLOAT_LANES = 0
+    BF16_LANES = 1
+    INT8_LANES = 2
+    BF16_TILES = 3
 
 
-class TileLinear:
-    """The compiled product, bound to a library that supports it. A row's bits do not depend on the other rows."""
+class LinearStruct(ctypes.Structure):
+    """`PhloemLinear` of cpu_kernels.h: the same fields in the same order."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "scale")),
+        *((name, ctypes.c_int32) for name in ("in_features", "out_features", "format", "is_gated")),
+    )
+
+
+class _Input(ctypes.Structure):
+    """`PhloemInput` of cpu_kernels.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_rows", "row_stride")),
+        ("is_bf16", ctypes.c_int32),
+    )
+
+
+class _Result(ctypes.Structure):
+    """`PhloemResult` of cpu_kernels.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("is_bf16", ctypes.c_int32),
+    )
+
+
+class LinearKernel:
+    """The compiled product, bound to a library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-        self._run = library.phloem_linear
-        self._run.argtypes = (pointer, size, size, pointer, pointer, pointer, *(number,) * 4)
-        self._run.restype = None
+        """Bind it; the library is what `native_build.load_library` gives."""
+        self.library = library
+        self.run = library.phloem_linear
+        self.run.argtypes, self.run.restype = (*(ctypes.c_void_p,) * 3, ctypes.c_int32), None
+        self.has_tiles = bool(library.phloem_linear_has_tiles())
+        """Whether the processor multiplies tiles of bf16 (AMX)."""
 
     def fits(self, weight: torch.Tensor) -> bool:
-        """Whether there is code for this weight: bf16, in CPU memory, `in_features` a positive multiple of 32."""
-        is_bf16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        return is_bf16 and weight.shape[1] % _STEP == 0 and weight.numel() > 0
+        """Whether there is code for this weight: float32 or bf16, in CPU memory, bf16 with `in_features` even."""
+        if weight.device.type != "cpu" or weight.dtype not in _DTYPES or not weight.numel():
+            return False
+        return weight.shape[1] % (_WORD_BYTES // weight.itemsize) == 0
 
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TileProduct:
-        """Pack a weight `[out_features, in_features]` that fits, and bind the product to it.
+    def layer(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CompiledLinear:
+        """Pack a weight `[out_features, in_features]` that fits."""
+        return CompiledLinear(self, weight, bias, num_results=weight.shape[0])
 
-        The product raises ValueError for an x of another type or width.
+    def gated_layer(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CompiledLinear:
+        """Pack a weight `[2 * width, in_features]` that fits, gates first: a layer with its SwiGLU.
+
+        It gives `[num_rows, width]`, the bits that `layer` and then the compiled `silu_and_mul` give.
         """
-        run = self._bound(weight, bias, weight.shape[0])
+        bias = None if bias is None else _interleave(bias)
+        return CompiledLinear(
+            self, _interleave(weight), bias, num_results=weight.shape[0] // 2, is_gated=True
+        )
 
-        def product(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            return run(x, dtype, _FLOAT32 if dtype == torch.float32 else _BFLOAT16)
 
-        return product
+class CompiledLinear:
+    """y = x W^T + b over a packed weight, of which it holds the only copy."""
 
-    def gated_product(
-        self, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Pack a weight `[2 * width, in_features]`, gates first, and bind to it the product with its SwiGLU.
+    __slots__ = ("_bias", "_in_features", "_kernel", "_num_results", "_weight", "struct")
 
-        Gives bf16 `[num_rows, width]`, the bits that `product` and then the compiled `silu_and_mul` give.
+    def __init__(
+        self,
+        kernel: LinearKernel,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        num_results: int,
+        is_gated: bool = False,
+    ) -> None:
+        """Pack; see `LinearKernel`, which calls this."""
+        self._kernel, self._num_results, self._in_features = kernel, num_results, weight.shape[1]
+        self._bias = None if bias is None else F.pad(bias.float(), (0, -weight.shape[0] % _STRIPE))
+        form = _format(weight, has_tiles=kernel.has_tiles)
+        self._weight = pack(weight, form)
+        self.struct = LinearStruct(
+            weight=self._weight.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            scale=None,
+            in_features=self._in_features,
+            out_features=num_results,
+            format=form,
+            is_gated=is_gated,
+        )
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Multiply.
+
+        Args:
+            x: float32 or bfloat16 `[num_rows, in_features]`; for weights in tiles, bfloat16.
+            dtype: Of the result, float32 or bfloat16; None means that of x.
+
+        Raises:
+            ValueError: an x of another type or width.
         """
-        gates_beside = _interleave(weight), None if bias is None else _interleave(bias)
-        run = self._bound(*gates_beside, weight.shape[0] // 2)
-        return lambda x: run(x, torch.bfloat16, _GATED)
-
-    def _bound(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, num_results: int
-    ) -> Callable[[torch.Tensor, torch.dtype, int], torch.Tensor]:
-        in_features = weight.shape[1]
-        packed = pack(weight)
-        padded_bias = None if bias is None else F.pad(bias.float(), (0, -weight.shape[0] % _STRIPE))
-
-        def run(x: torch.Tensor, dtype: torch.dtype, result: int) -> torch.Tensor:
-            if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != in_features:
-                raise ValueError(
-                    f"x is {x.dtype} {list(x.shape)}; it must be bfloat16 [num_rows, {in_features}]"
-                )
-            if x.stride(1) != 1:
-                x = x.contiguous()
-            out = torch.empty((x.shape[0], num_results), dtype=dtype)
-            self._run(
-                x.data_ptr(),
-                x.shape[0],
-                x.stride(0),
-                packed.data_ptr(),
-                None if padded_bias is None else padded_bias.data_ptr(),
-                out.data_ptr(),
-                in_features,
-                num_results,
-                result,
-                torch.get_num_threads(),
+        types = (torch.bfloat16,) if self.format is Format.BF16_TILES else _DTYPES
+        if x.dtype not in types or x.dim() != 2 or x.shape[1] != self._in_features:
+            names = " or ".join(str(each).removeprefix("torch.") for each in types)
+            raise ValueError(
+                f"x is {x.dtype} {list(x.shape)}; it must be {names} [num_rows, {self._in_features}]"
             )
-            return out
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty((x.shape[0], self._num_results), dtype=dtype or x.dtype)
+        rows = _Input(x.data_ptr(), x.shape[0], x.stride(0), x.dtype == torch.bfloat16)
+        results = _Result(out.data_ptr(), self._num_results, out.dtype == torch.bfloat16)
+        self._kernel.run(
+            ctypes.byref(self.struct), ctypes.byref(rows), ctypes.byref(results), torch.get_num_threads()
+        )
+        return out
 
-        return run
+    @property
+    def format(self) -> Format:
+        """How the weight lies in memory."""
+        return Format(self.struct.format)
 
 
-def tile_linear(library: ctypes.CDLL) -> TileLinear | None:
-    """Bind the compiled product, or None where the processor, the compiler or the kernel has no tiles."""
-    return TileLinear(library) if library.phloem_linear_is_supported() else None
+def pack(weight: torch.Tensor, form: Format) -> torch.Tensor:
+    """Order a weight `[out_features, in_features]` as the kernel reads it, in stripes of 32 outputs; a copy.
 
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Order a weight as the kernel reads it: `[out_features / 32, in_features / 32, 2, 16, 16, 2]`, a copy.
-
-    The last three are a tile: pairs of inputs, outputs, the two of a pair.
+    Lanes: `[stripes, in_features / n, 32, n]`, words of n inputs (1, 2 or 4) beside those of the other outputs.
+    Tiles: `[stripes, in_features / 32, 2, 16, 16, 2]`; the last three are a tile: pairs of inputs, outputs, the two of a pair.
     """
     padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % _STRIPE))
-    tiles = padded.view(-1, 2, 16, weight.shape[1] // _STEP, 16, 2)
-    return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+    if form is Format.BF16_TILES:
+        tiles = padded.view(-1, 2, 16, weight.shape[1] // _TILE_STEP, 16, 2)
+        return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+    per_word = _WORD_BYTES // weight.itemsize
+    words = padded.view(-1, _STRIPE, weight.shape[1] // per_word, per_word)
+    return words.transpose(1, 2).contiguous()
+
+
+def _format(weight: torch.Tensor, *, has_tiles: bool) -> Format:
+    if weight.dtype == torch.float32:
+        return Format.FLOAT_LANES
+    return Format.BF16_TILES if has_tiles and weight.shape[1] % _TILE_STEP == 0 else Format.BF16_LANES
 
 
 def _interleave(gate_up: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ MAX_PARTIAL_BYTES = 1 << 29
 """Memory for the results of spans; what needs more is computed row by row, with the same bits."""
 
 
-class _Arguments(ctypes.Structure):
-    """`PhloemAttention` of cpu_attention.cpp: the same fields in the same order."""
+class AttentionStruct(ctypes.Structure):
+    """`PhloemAttention` of cpu_kernels.h: the same fields in the same order."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("kv", "q", "out")),
@@ -25,10 +25,20 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("kv_indptr", "kv_indices", "kv_lens", "query_rows")),
         *((name, ctypes.c_void_p) for name in ("tile_row", "tile_begin", "tile_count", "tile_kept")),
         *((name, ctypes.c_void_p) for name in ("item_tile", "item_span", "partials", "scratch")),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_tiles", "num_items", "window")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_tiles", "num_items", "window", "q_stride")),
         *((name, ctypes.c_int32) for name in ("block_size", "num_q_heads", "num_kv_heads", "head_dim")),
         *((name, ctypes.c_int32) for name in ("kv_is_bf16", "q_is_bf16", "num_threads")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
+    )
+
+
+class _Append(ctypes.Structure):
+    """`PhloemAppend` of cpu_kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("kv", "k", "v", "tokens", "slots")),
+        *((name, ctypes.c_int64) for name in ("row_bytes", "stride_bytes")),
+        ("block_size", ctypes.c_int32),
     )
 
 
@@ -62,12 +72,13 @@ class NativeBackend:
             raise ValueError(reason)
         self.spec = spec
         self.store = store
+        self.windows = torch.tensor([spec.window(layer) or 0 for layer in range(spec.num_layers)])
+        """int64 `[num_layers]`: each layer's sliding window in tokens, 0 for none."""
         self._num_threads = num_threads
         self._attend = library.phloem_attend
         self._attend.argtypes, self._attend.restype = (ctypes.c_void_p,), None
         self._append = library.phloem_append
-        self._append.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_int64, ctypes.c_int32, ctypes.c_int64)
-        self._append.restype = None
+        self._append.argtypes, self._append.restype = (ctypes.c_void_p, ctypes.c_int64), None
         for function in (library.phloem_scratch_floats, library.phloem_partial_floats):
             function.argtypes, function.restype = (ctypes.c_int32,), ctypes.c_int64
         self._scratch_floats: int = library.phloem_scratch_floats(spec.head_dim)
@@ -79,7 +90,7 @@ class NativeBackend:
         )
         self._scratch = torch.empty(0)
         self._partials = torch.empty(0)
-        self._arguments = _Arguments()
+        self._arguments = AttentionStruct()
         self.plan(AttentionPlan.from_rows((), block_size=store.block_size))
 
     def plan(self, plan: AttentionPlan) -> None:
@@ -109,10 +120,10 @@ class NativeBackend:
         if k.shape != wanted or v.shape != wanted:
             raise ValueError(f"k is {list(k.shape)} and v {list(v.shape)}; the plan needs {list(wanted)}")
         k, v = k.to(self.store.dtype).contiguous(), v.to(self.store.dtype).contiguous()
-        self._write(layer, k, v, self._plan.slot_mapping)
-        if self._plan.num_mirrors:
-            tokens = self._plan.mirror_tokens
-            self._write(layer, k[tokens], v[tokens], self._plan.mirror_slots)
+        plan = self._plan
+        self._write(layer, k, v, None, plan.slot_mapping)
+        if plan.num_mirrors:
+            self._write(layer, k, v, plan.mirror_tokens, plan.mirror_slots)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attend. See `AttentionBackend.attend`.
@@ -132,30 +143,45 @@ class NativeBackend:
         arguments.kv = self._layer_address(layer)
         arguments.q, arguments.out = q.data_ptr(), out.data_ptr()
         arguments.q_is_bf16 = q.dtype == torch.bfloat16
-        arguments.window = self.spec.window(layer) or 0
+        arguments.q_stride = self.spec.num_q_heads * self.spec.head_dim
+        arguments.window = int(self.windows[layer])
         self._attend(ctypes.addressof(arguments))
         return out
 
-    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    @property
+    def current_plan(self) -> AttentionPlan:
+        """The plan of this step."""
+        return self._plan
+
+    @property
+    def struct(self) -> AttentionStruct:
+        """This step's arguments of the kernel, all but what differs by layer: kv, q and out, the window."""
+        return self._arguments
+
+    def _write(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, tokens: torch.Tensor | None, slots: torch.Tensor
+    ) -> None:
         row_bytes = self.spec.num_kv_heads * self.spec.head_dim * self.store.dtype.itemsize
-        self._append(
-            self._layer_address(layer),
-            k.data_ptr(),
-            v.data_ptr(),
-            slots.data_ptr(),
-            len(slots),
-            self.store.block_size,
-            row_bytes,
+        arguments = _Append(
+            kv=self._layer_address(layer),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            tokens=None if tokens is None else tokens.data_ptr(),
+            slots=slots.data_ptr(),
+            row_bytes=row_bytes,
+            stride_bytes=row_bytes,
+            block_size=self.store.block_size,
         )
+        self._append(ctypes.addressof(arguments), len(slots))
 
     def _layer_address(self, layer: int) -> int:
         if not 0 <= layer < self.spec.num_layers:
             raise IndexError(f"layer {layer} of {self.spec.num_layers}")
         return self.store.data.data_ptr() + layer * self.store.data.stride(0) * self.store.dtype.itemsize
 
-    def _describe(self, num_threads: int) -> _Arguments:
+    def _describe(self, num_threads: int) -> AttentionStruct:
         plan, work, spec = self._plan, self._work, self.spec
-        return _Arguments(
+        return AttentionStruct(
             positions=plan.positions.data_ptr(),
             token_partial=work.token_partial.data_ptr(),
             kv_indptr=plan.kv_indptr.data_ptr(),

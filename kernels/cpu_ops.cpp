@@ -6,26 +6,13 @@
 // goes by lane, in a fixed number of chains, then by a fixed tree; everything else is elementwise. Compiled with
 // -ffp-contract=off, as cpu_attention.cpp is.
 
+#include "cpu_kernels.h"
 #include "cpu_vectors.h"
 
 namespace {
 
 constexpr int64_t GRAIN = 1 << 15;  // values under which a second thread costs more than it saves
 constexpr int CHAINS = 4;
-
-// A vector of values, or the `count` that are left of a row; the other lanes are 0.
-template <class T> inline Vec load_some(const T* p, int count) {
-  float wide[LANES] = {};
-  for (int i = 0; i < count; i++) wide[i] = widen(p[i]);
-  return load(wide);
-}
-inline void store_all(float* p, Vec v) { store(p, v); }
-inline void store_all(bf16* p, Vec v) { store(p, round_to_bf16(v)); }
-template <class T> inline void store_some(T* p, Vec v, int count) {
-  T values[LANES];
-  store_all(values, v);
-  std::memcpy(p, values, count * sizeof(T));
-}
 
 // Where a loop over a row stands: at a whole vector, or at what is left at the end. The compiler makes a loop of the first.
 struct Whole {
@@ -71,50 +58,61 @@ template <class T> void silu_and_mul_row(const T* gate, const T* up, T* out, int
   for_vectors(width, [&](int d, auto at) { at.put(out + d, rounded<T>(silu(at.get(gate + d))) * at.get(up + d)); });
 }
 
-// Rotates the first 2 * half values of a head, by halves; what follows is copied.
+// Rotates the first 2 * half values of a head, by halves; what follows is copied. `out` may be x.
 template <class T>
 void rotate_head(const T* x, const float* cos, const float* signed_sin, T* out, int half, int head_dim) {
-  for (int part = 0; part < 2; part++) {
-    const int begin = part * half, other = half - begin;
-    for_vectors(half, [&](int d, auto at) {
-      const Vec turned = at.get(x + other + d) * at.get(signed_sin + begin + d);
-      at.put(out + begin + d, at.get(x + begin + d) * at.get(cos + begin + d) + turned);
-    });
-  }
-  std::memcpy(out + 2 * half, x + 2 * half, (head_dim - 2 * half) * sizeof(T));
+  for_vectors(half, [&](int d, auto at) {
+    const Vec low = at.get(x + d), high = at.get(x + half + d);
+    at.put(out + d, low * at.get(cos + d) + high * at.get(signed_sin + d));
+    at.put(out + half + d, high * at.get(cos + half + d) + low * at.get(signed_sin + half + d));
+  });
+  if (out != x) std::memcpy(out + 2 * half, x + 2 * half, (head_dim - 2 * half) * sizeof(T));
 }
 
 template <class Run> void for_rows(int64_t num_rows, int64_t width, int num_threads, Run run) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 1 && num_rows * width > GRAIN)
-  for (int64_t row = 0; row < num_rows; row++) run(row);
+  in_team(num_rows * width > GRAIN ? num_threads : 1, [&](Member& member) { member.split(num_rows, run); });
+}
+
+template <class T> T* head_of(const PhloemRows& rows, int64_t row, int head) {
+  return static_cast<T*>(rows.data) + row * rows.row_stride + head * rows.width;
 }
 
 }  // namespace
 
-extern "C" {
-
-// A tensor [num_rows, num_heads, width], its last two dimensions contiguous.
-struct PhloemRows {
-  void* data;
-  int64_t num_rows, row_stride;  // in values
-  int32_t num_heads, width;
-};
-
-void phloem_add_norm(const PhloemRows* hidden, const void* delta, const void* weight, void* out, float eps, int32_t is_bf16,
-                     int32_t num_threads) {
+void phloem::add_norm(const PhloemRows& hidden, const void* delta, const void* weight, const PhloemRows& out, float eps,
+                      bool is_bf16, int64_t row) {
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    const int64_t size = int64_t(hidden->num_heads) * hidden->width;
-    for_rows(hidden->num_rows, size, num_threads, [&](int64_t row) {
-      for (int head = 0; head < hidden->num_heads; head++) {
-        const int64_t at = row * size + head * hidden->width;
-        add_norm_row(static_cast<T*>(hidden->data) + row * hidden->row_stride + head * hidden->width,
-                     delta ? static_cast<const T*>(delta) + at : nullptr, static_cast<const T*>(weight),
-                     static_cast<T*>(out) + at, hidden->width, eps);
-      }
-    });
+    for (int head = 0; head < hidden.num_heads; head++) {
+      const int64_t at = (row * hidden.num_heads + head) * hidden.width;
+      add_norm_row(head_of<T>(hidden, row, head), delta ? static_cast<const T*>(delta) + at : nullptr,
+                   static_cast<const T*>(weight), head_of<T>(out, row, head), hidden.width, eps);
+    }
   };
   is_bf16 ? run(bf16{}) : run(0.0f);
+}
+
+void phloem::rotate(const PhloemRows& x, int64_t position, const PhloemRotary& rotary, const PhloemRows& out, bool is_bf16,
+                    int64_t row) {
+  auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const int64_t table = position * rotary.rotary_dim;
+    for (int head = 0; head < x.num_heads; head++)
+      rotate_head(head_of<T>(x, row, head), rotary.cos + table, rotary.signed_sin + table, head_of<T>(out, row, head),
+                  rotary.rotary_dim / 2, x.width);
+  };
+  is_bf16 ? run(bf16{}) : run(0.0f);
+}
+
+extern "C" {
+
+// The results of the next three are contiguous.
+void phloem_add_norm(const PhloemRows* hidden, const void* delta, const void* weight, void* out, float eps, int32_t is_bf16,
+                     int32_t num_threads) {
+  const int64_t size = int64_t(hidden->num_heads) * hidden->width;
+  const PhloemRows results{out, hidden->num_rows, size, hidden->num_heads, hidden->width};
+  for_rows(hidden->num_rows, size, num_threads,
+           [&](int64_t row) { add_norm(*hidden, delta, weight, results, eps, is_bf16, row); });
 }
 
 void phloem_silu_and_mul(const void* gate_up, void* out, int64_t num_rows, int32_t width, int32_t is_bf16,
@@ -129,23 +127,19 @@ void phloem_silu_and_mul(const void* gate_up, void* out, int64_t num_rows, int32
   is_bf16 ? run(bf16{}) : run(0.0f);
 }
 
-// Rotates every head of x by its token's position; tables are [max_position, rotary_dim]. Returns the first position that
-// has no place in them, -1 if all have.
-int64_t phloem_rotate(const PhloemRows* x, const int64_t* positions, const float* cos, const float* signed_sin, void* out,
-                      int64_t max_position, int32_t rotary_dim, int32_t is_bf16, int32_t num_threads) {
-  for (int64_t row = 0; row < x->num_rows; row++)
-    if (positions[row] < 0 || positions[row] >= max_position) return positions[row] < 0 ? max_position : positions[row];
-  auto run = [&](auto zero) {
-    using T = decltype(zero);
-    const int64_t size = int64_t(x->num_heads) * x->width;
-    for_rows(x->num_rows, size, num_threads, [&](int64_t row) {
-      const int64_t table = positions[row] * rotary_dim;
-      for (int head = 0; head < x->num_heads; head++)
-        rotate_head(static_cast<const T*>(x->data) + row * x->row_stride + head * x->width, cos + table, signed_sin + table,
-                    static_cast<T*>(out) + row * size + head * x->width, rotary_dim / 2, x->width);
-    });
-  };
-  is_bf16 ? run(bf16{}) : run(0.0f);
+// Rotates every head of x by its token's position. All positions must have a place in the tables.
+void phloem_rotate(const PhloemRows* x, const int64_t* positions, const PhloemRotary* rotary, void* out, int32_t is_bf16,
+                   int32_t num_threads) {
+  const int64_t size = int64_t(x->num_heads) * x->width;
+  const PhloemRows results{out, x->num_rows, size, x->num_heads, x->width};
+  for_rows(x->num_rows, size, num_threads,
+           [&](int64_t row) { rotate(*x, positions[row], *rotary, results, is_bf16, row); });
+}
+
+// The first position that has no place in a table of `max_position` rows, or -1. A negative one is told as max_position.
+int64_t phloem_position_beyond(const int64_t* positions, int64_t count, int64_t max_position) {
+  for (int64_t i = 0; i < count; i++)
+    if (positions[i] < 0 || positions[i] >= max_position) return positions[i] < 0 ? max_position : positions[i];
   return -1;
 }
 }

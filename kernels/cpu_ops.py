@@ -13,13 +13,49 @@ from phloem.kernels.rope import RotaryEmbedding
 
 
 class _Rows(ctypes.Structure):
-    """`PhloemRows` of cpu_ops.cpp: the same fields in the same order."""
+    """`PhloemRows` of cpu_kernels.h: the same fields in the same order."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_rows", "row_stride")),
         *((name, ctypes.c_int32) for name in ("num_heads", "width")),
     )
+
+
+class RotaryStruct(ctypes.Structure):
+    """`PhloemRotary` of cpu_kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "signed_sin")),
+        ("max_position", ctypes.c_int64),
+        ("rotary_dim", ctypes.c_int32),
+    )
+
+    @classmethod
+    def of(cls, rope: RotaryEmbedding) -> "RotaryStruct":
+        """Describe an embedding's tables, which it must outlive."""
+        cos, signed_sin = rope.tables()
+        return cls(cos.data_ptr(), signed_sin.data_ptr(), *cos.shape)
+
+
+class PositionCheck:
+    """Refuses positions that have no place in the rotary tables."""
+
+    def __init__(self, library: ctypes.CDLL, max_position: int) -> None:
+        self._beyond = library.phloem_position_beyond
+        self._beyond.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+        self._beyond.restype = ctypes.c_int64
+        self._max_position = max_position
+
+    def __call__(self, positions: torch.Tensor) -> None:
+        """Look at int64 positions, contiguous.
+
+        Raises:
+            IndexError: one is beyond the tables.
+        """
+        beyond: int = self._beyond(positions.data_ptr(), positions.numel(), self._max_position)
+        if beyond >= 0:
+            raise IndexError(f"position {beyond} is beyond the rotary table's {self._max_position}")
 
 
 def native_ops(library: ctypes.CDLL) -> FusedOps:
@@ -40,8 +76,8 @@ class _NativeOps:
         self._silu_and_mul.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_int32, flag, flag)
         self._silu_and_mul.restype = None
         self._rotate = library.phloem_rotate
-        self._rotate.argtypes = (*(pointer,) * 5, ctypes.c_int64, ctypes.c_int32, flag, flag)
-        self._rotate.restype = ctypes.c_int64
+        self._rotate.argtypes, self._rotate.restype = (*(pointer,) * 4, flag, flag), None
+        self._library = library
         self._torch = torch_ops()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -90,23 +126,19 @@ class _NativeOps:
 
     def make_rotate(self, rope: RotaryEmbedding, device: torch.device) -> Rotate:
         """As `RotaryEmbedding.__call__`."""
-        slow, (cos, signed_sin) = rope.to(device), rope.tables()
+        slow, tables = rope.to(device), RotaryStruct.of(rope)
+        check = PositionCheck(self._library, tables.max_position)
 
         def rotate_one(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             out = torch.empty(x.shape, dtype=x.dtype)
-            beyond: int = self._rotate(
+            self._rotate(
                 _address(x),
                 positions.data_ptr(),
-                cos.data_ptr(),
-                signed_sin.data_ptr(),
+                ctypes.byref(tables),
                 out.data_ptr(),
-                cos.shape[0],
-                cos.shape[1],
                 _is_bf16(x),
                 torch.get_num_threads(),
             )
-            if beyond >= 0:
-                raise IndexError(f"position {beyond} is beyond the rotary table's {cos.shape[0]}")
             return out
 
         def rotate(
@@ -115,6 +147,7 @@ class _NativeOps:
             if not all(_rows_fit(x) for x in (q, k)) or positions.dtype != torch.int64:
                 return slow(q, k, positions)
             positions = positions.contiguous()
+            check(positions)
             return rotate_one(q, positions), rotate_one(k, positions)
 
         return rotate

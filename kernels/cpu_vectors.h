@@ -157,6 +157,41 @@ inline void narrow(float x, bf16* out) {  // to nearest, ties to even
   out->bits = x != x ? uint16_t(0x7fc0) : uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+// A vector of values, or the `count` that are left of a row; the other lanes are 0.
+template <class T> inline Vec load_some(const T* p, int count) {
+  float wide[LANES] = {};
+  for (int i = 0; i < count; i++) wide[i] = widen(p[i]);
+  return load(wide);
+}
+inline void store_all(float* p, Vec v) { store(p, v); }
+inline void store_all(bf16* p, Vec v) { store(p, round_to_bf16(v)); }
+template <class T> inline void store_some(T* p, Vec v, int count) {
+  T values[LANES];
+  store_all(values, v);
+  std::memcpy(p, values, count * sizeof(T));
+}
+
+// Copies a row as floats, with zeros up to a multiple of LANES.
+template <class T> inline void widen_row(const T* row, int head_dim, float* out) {
+  int d = 0;
+  for (; d + LANES <= head_dim; d += LANES) store(out + d, load(row + d));
+  if (d == head_dim) return;
+  store(out + d, Vec{});
+  for (; d < head_dim; d++) out[d] = widen(row[d]);
+}
+
+// Calls run(constant<M>, first row) over rows [row, end) in blocks of M, then of what is left.
+template <int M, class Run> inline void in_row_blocks(int row, int end, Run run) {
+  for (; row + M <= end; row += M) run(std::integral_constant<int, M>{}, row);
+  if constexpr (M > 1) in_row_blocks<M - 1>(row, end, run);
+}
+
+// Calls run(constant<0>), ... run(constant<N - 1>).
+template <int N, int I = 0, class Run> inline void for_parts(Run run) {
+  run(std::integral_constant<int, I>{});
+  if constexpr (I + 1 < N) for_parts<N, I + 1>(run);
+}
+
 inline void prefetch(const void* row, int num_bytes) {
   for (int i = 0; i < num_bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
 }

@@ -1,17 +1,17 @@
-"""The first layer of an MLP with its activation: SwiGLU over one product, fused where the product is compiled for tiles."""
+"""The first layer of an MLP with its activation: SwiGLU over one product, fused where the product is compiled."""
 
 from collections.abc import Callable
 
 import torch
 
-from phloem.kernels.cpu_linear import TileLinear
+from phloem.kernels.cpu_linear import CompiledLinear, LinearKernel
 from phloem.kernels.linear import PackedLinear, RowLadder
 
 
 class GatedLinear:
     """silu(x Wg^T + bg) * (x Wu^T + bu). Row-invariant as `PackedLinear` is; holds the only copy of the weights."""
 
-    __slots__ = ("_run",)
+    __slots__ = ("_run", "compiled")
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class GatedLinear:
         silu_and_mul: Callable[[torch.Tensor], torch.Tensor],
         ladder: RowLadder | None = None,
         deterministic: bool = True,
-        tiles: TileLinear | None = None,
+        kernel: LinearKernel | None = None,
     ) -> None:
         """Repack the weight.
 
@@ -31,7 +31,7 @@ class GatedLinear:
             silu_and_mul: The activation, where it is an operation of its own.
             ladder: See `PackedLinear`.
             deterministic: See `PackedLinear`.
-            tiles: Computes the weights that it has code for, activation included.
+            kernel: Computes the weights that it has code for, activation included.
 
         Raises:
             ValueError: As `PackedLinear` does, and for a weight with an odd number of rows.
@@ -40,8 +40,11 @@ class GatedLinear:
             raise ValueError(
                 f"weight has {weight.shape[0]} rows; it must have as many gates as gated outputs"
             )
-        if tiles is not None and tiles.fits(weight):
-            self._run = tiles.gated_product(weight, bias)
+        self._run: Callable[[torch.Tensor], torch.Tensor]
+        self.compiled: CompiledLinear | None = None
+        """The layer, where the kernel computes it."""
+        if kernel is not None and kernel.fits(weight):
+            self._run = self.compiled = kernel.gated_layer(weight, bias)
             return
         linear = PackedLinear(weight, bias, ladder=ladder, deterministic=deterministic)
         self._run = lambda x: silu_and_mul(linear(x))

@@ -1,7 +1,7 @@
 """Linear layers over weights repacked once, where a row has the same bits in any company.
 
-On a processor with AMX, bf16 weights go to a product of our own (`cpu_linear`), whose arithmetic is the same for any number
-of rows. Elsewhere two facts, both measured, make this file. A matrix product over weights that oneDNN has repacked is faster than
+On a CPU, float32 and bf16 weights go to a product of our own (`cpu_linear`), whose arithmetic is the same for any number of
+rows, wherever there is a compiler. Elsewhere two facts, both measured, make this file. A matrix product over weights that oneDNN has repacked is faster than
 `F.linear`. And the bits of a row depend on how many rows the call has (the library picks its blocking by that), but not
 on what the other rows are. So a call is only ever made with row counts of a *ladder*: the base count, and those counts
 that a self-test has found to give a row the same bits as the base does. An input of n rows is cut into such pieces,
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from phloem.kernels.cpu_linear import TileLinear, TileProduct
+from phloem.kernels.cpu_linear import CompiledLinear, LinearKernel
 
 _RUNGS = (1024, 256, 64, 32, 8, 4, 1)
 """Row counts that are worth a test, beside the base: large ones for prefill's rate, small ones for decode's."""
@@ -116,7 +116,7 @@ class PackedLinear:
         "_bias",
         "_ladder",
         "_product",
-        "_tiles",
+        "compiled",
         "device",
         "dtype",
         "has_bias",
@@ -132,7 +132,7 @@ class PackedLinear:
         *,
         ladder: RowLadder | None = None,
         deterministic: bool = True,
-        tiles: TileLinear | None = None,
+        kernel: LinearKernel | None = None,
     ) -> None:
         """Repack the weight.
 
@@ -141,7 +141,7 @@ class PackedLinear:
             bias: `[out_features]`, same dtype.
             ladder: Shared memory of the self-test; None makes one for this layer alone.
             deterministic: False gives up row invariance: one call, whatever the number of rows.
-            tiles: Computes the weights that it has code for, row-invariant without a ladder.
+            kernel: Computes the weights that it has code for, row-invariant without a ladder.
 
         Raises:
             ValueError: a weight that is not a matrix, or a bias that does not fit.
@@ -154,21 +154,19 @@ class PackedLinear:
         self.dtype, self.device = weight.dtype, weight.device
         self.has_bias = bias is not None
         self._bias = bias
-        self._tiles = tiles.product(weight, bias) if tiles is not None and tiles.fits(weight) else None
-        needs_ladder = deterministic and self._tiles is None
+        self.compiled: CompiledLinear | None = None
+        """The layer, where the kernel computes it."""
+        if kernel is not None and kernel.fits(weight):
+            self.compiled = kernel.layer(weight, bias)
+        needs_ladder = deterministic and self.compiled is None
         self._ladder = (ladder or RowLadder()) if needs_ladder else None
-        packed = _packed_product(weight, bias) if self._tiles is None else _rounded(self._tiles, self.dtype)
+        packed = self.compiled or _packed_product(weight, bias)
         self.is_packed = packed is not None
         self._product = packed or _plain_product(weight, bias)
 
-    @property
-    def is_tiled(self) -> bool:
-        """Whether the compiled product for tiles computes it."""
-        return self._tiles is not None
-
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """As a call, giving float32; where it is tiled, sums are not rounded to the weight's type before."""
-        return self(x).float() if self._tiles is None else self._tiles(x, torch.float32)
+        """As a call, giving float32; where it is compiled, sums are not rounded to the weight's type before."""
+        return self(x).float() if self.compiled is None else self.compiled(x, torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply `x [num_rows, in_features]`, giving `[num_rows, out_features]`."""
@@ -234,10 +232,6 @@ def _packed_product(
         return result
 
     return product
-
-
-def _rounded(product: TileProduct, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: product(x, dtype)
 
 
 def _plain_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:

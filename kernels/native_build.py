@@ -1,7 +1,7 @@
 """Compiles the C++ kernels once per machine and keeps it in the user's cache directory.
 
 The file's name is a digest of everything that its code depends on (source, flags, compiler, processor), so a stale or
-foreign binary is never loaded. Two processes may build at once: each compiles to its own temporary file and renames it.
+foreign binary is never loaded. Two processes may build at once: each compiles in its own temporary folder and renames what comes out.
 """
 
 import ctypes
@@ -14,20 +14,31 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("cpu_attention.cpp", "cpu_ops.cpp", "cpu_linear.cpp")
+    Path(__file__).with_name(name)
+    for name in ("cpu_attention.cpp", "cpu_ops.cpp", "cpu_linear.cpp", "cpu_decoder.cpp")
 )
 HEADERS = tuple(
-    Path(__file__).with_name(name) for name in ("cpu_vectors.h", "cpu_amx.h", "cpu_attention_amx.h")
+    Path(__file__).with_name(name)
+    for name in (
+        "cpu_kernels.h",
+        "cpu_team.h",
+        "cpu_vectors.h",
+        "cpu_amx.h",
+        "cpu_attention_amx.h",
+        "cpu_linear_amx.h",
+    )
 )
 _COMPILERS = ("g++", "clang++", "c++")
 # no -ffast-math and no contraction: the order and the fusing of operations are what the source says
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
-_TIMEOUT_S = 120
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC")
+_TIMEOUT_S = 300
+_LIBRARY = "phloem.so"
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +48,7 @@ class BuildError(RuntimeError):
 
 
 def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
-    """Load the compiled kernel, compiling it first where the cache has none (about two seconds).
+    """Load the compiled kernel, compiling it first where the cache has none (some five seconds).
 
     Args:
         environ: Where CXX, PHLOEM_CACHE and XDG_CACHE_HOME are looked up.
@@ -87,26 +98,38 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _build(compiler: list[str], path: Path) -> None:
-    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
-    try:
+    with tempfile.TemporaryDirectory(dir=path.parent) as name:
+        folder = Path(name)
         # without OpenMP (some clang installations) the kernel still works, on one thread
-        error = _compile(compiler, name, _openmp_flags())
+        error = _compile(compiler, folder, _openmp_flags())
         if error is not None:
             _logger.info("compiling without OpenMP: %s", error)
-            error = _compile(compiler, name, [])
+            error = _compile(compiler, folder, [])
         if error is not None:
-            raise BuildError(f"{shlex.join(compiler)} can't compile {SOURCES[0].name}: {error}")
-        os.chmod(name, 0o755)
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+            raise BuildError(f"{shlex.join(compiler)} can't compile the kernels: {error}")
+        library = folder / _LIBRARY
+        library.chmod(0o755)
+        library.replace(path)
 
 
-def _compile(compiler: list[str], output: str, extra: list[str]) -> str | None:
-    """Run the compiler; None if it went well, else the end of what it said."""
+def _compile(compiler: list[str], folder: Path, extra: list[str]) -> str | None:
+    """Compile the sources side by side, and link them; None if it went well, else the end of what the compiler said."""
     # options of $CXX come last, so that they can take another -march
-    command = [compiler[0], *_FLAGS, *compiler[1:], *map(str, SOURCES), "-o", output, *extra]
+    command = [compiler[0], *_FLAGS, *compiler[1:]]
+    objects = [folder / f"{source.stem}.o" for source in SOURCES]
+
+    def compile_one(source: Path, target: Path) -> str | None:
+        return _run([*command, "-c", str(source), "-o", str(target), *extra])
+
+    with ThreadPoolExecutor(len(SOURCES)) as pool:
+        errors = [error for error in pool.map(compile_one, SOURCES, objects) if error is not None]
+    if errors:
+        return errors[0]
+    return _run([*command, "-shared", *map(str, objects), "-o", str(folder / _LIBRARY), *extra])
+
+
+def _run(command: list[str]) -> str | None:
+    """Run a command; None if it went well, else the end of what it said."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -14,7 +14,7 @@ import torch
 
 from phloem.kernels.attention import AttentionSpec
 from phloem.kernels.cpu import make_cpu_backend, make_cpu_linear, make_cpu_ops
-from phloem.kernels.cpu_linear import TileLinear
+from phloem.kernels.cpu_linear import Format, LinearKernel
 from phloem.kernels.cpu_torch import TorchBackend
 from phloem.kernels.fused_ops import FusedOps
 from phloem.kernels.kv_store import PagedKVStore
@@ -75,8 +75,8 @@ def row_invariance_report(
         environ: Passed to `make_cpu_backend`.
     """
     generator = torch.Generator().manual_seed(0)
-    tiles = make_cpu_linear(environ)
-    checks = [_check_linear(shape, dtype, generator, tiles) for shape in _LINEAR_SHAPES]
+    kernel = make_cpu_linear(environ)
+    checks = [_check_linear(shape, dtype, generator, kernel) for shape in _LINEAR_SHAPES]
     ops = make_cpu_ops(environ)
     for width in _WIDTHS:
         weight = torch.randn(width, generator=generator).to(dtype)
@@ -107,14 +107,17 @@ def _in_pieces(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, cut
 
 
 def _check_linear(
-    shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, tiles: TileLinear | None
+    shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, kernel: LinearKernel | None
 ) -> InvarianceCheck:
     weight = torch.randn(shape, generator=generator).to(dtype)
-    linear = PackedLinear(weight, ladder=RowLadder(), tiles=tiles)
+    linear = PackedLinear(weight, ladder=RowLadder(), kernel=kernel)
     x = torch.randn((_NUM_ROWS, shape[1]), generator=generator).to(dtype)
     detail = "F.linear: this torch or machine has no repacked product"
-    if linear.is_packed:
-        detail = "compiled kernel on AMX tiles" if linear.is_tiled else "repacked weights"
+    if linear.compiled is not None:
+        is_tiled = linear.compiled.format is Format.BF16_TILES
+        detail = "compiled kernel on AMX tiles" if is_tiled else "compiled kernel"
+    elif linear.is_packed:
+        detail = "repacked weights"
     return _check(f"linear {shape[1]} to {shape[0]}", linear, x, detail)
 
 

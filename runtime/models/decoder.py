@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from phloem.kernels.attention import AttentionBackend
+from phloem.kernels.attention import AttentionBackend, AttentionSpec
 from phloem.kernels.cpu import make_cpu_linear, make_cpu_ops
-from phloem.kernels.cpu_linear import TileLinear
+from phloem.kernels.cpu_decoder import CompiledDecoder, LayerWeights
+from phloem.kernels.cpu_linear import LinearKernel
 from phloem.kernels.fused_ops import FusedOps, torch_ops
 from phloem.kernels.gated_linear import GatedLinear
 from phloem.kernels.linear import PackedLinear, RowLadder
@@ -34,6 +35,24 @@ class _Layer:
     mlp_norm: torch.Tensor
     gate_up: GatedLinear
     down: PackedLinear
+
+    def compiled(self) -> LayerWeights | None:
+        """The layer as the compiled decoder takes it; None where a part of it is not compiled."""
+        qkv, output, gate_up, down = (
+            each.compiled for each in (self.qkv, self.output, self.gate_up, self.down)
+        )
+        if qkv is None or output is None or gate_up is None or down is None:
+            return None
+        return LayerWeights(
+            attention_norm=self.attention_norm,
+            qkv=qkv,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            output=output,
+            mlp_norm=self.mlp_norm,
+            gate_up=gate_up,
+            down=down,
+        )
 
 
 class Decoder:
@@ -72,8 +91,8 @@ class Decoder:
         self.dtype = dtype
         self.device = torch.device(device)
         self._ops = ops or (make_cpu_ops() if self.device.type == "cpu" else torch_ops())
-        tiles = make_cpu_linear() if ops is None and self.device.type == "cpu" else None
-        builder = _Builder(checkpoint, dtype, self.device, deterministic, self._ops, tiles)
+        kernel = make_cpu_linear() if ops is None and self.device.type == "cpu" else None
+        builder = _Builder(checkpoint, dtype, self.device, deterministic, self._ops, kernel)
         self._embedding = builder.read("model.embed_tokens.weight")
         self._layers = [builder.layer(index, config) for index in range(config.num_layers)]
         self._norm = builder.read("model.norm.weight")
@@ -87,6 +106,7 @@ class Decoder:
             scaling=config.rope_scaling,
         )
         self._rotate = self._ops.make_rotate(rope, self.device)
+        self._compiled = None if kernel is None else self._compile(kernel, rope)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
@@ -101,9 +121,11 @@ class Decoder:
         Returns:
             `[num_tokens, hidden_size]` in the model's dtype, after the last norm.
         """
+        hidden = F.embedding(token_ids, self._embedding)
+        if self._compiled is not None and self._compiled.takes(attention):
+            return self._compiled.run(hidden, positions, attention)
         eps, add_norm = self.config.rms_norm_eps, self._ops.add_norm
         next_norms = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
-        hidden = F.embedding(token_ids, self._embedding)
         normed = self._ops.rms_norm(hidden, self._layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
             attended = self._attend(index, layer, normed, positions, attention)
@@ -114,6 +136,20 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states `[num_rows, hidden_size]`: float32 `[num_rows, vocab_size]`."""
         return self._head.in_float32(hidden)
+
+    def _compile(self, kernel: LinearKernel, rope: RotaryEmbedding) -> CompiledDecoder | None:
+        """Put the layers together for one call, if all of them are compiled."""
+        compiled = [layer.compiled() for layer in self._layers]
+        layers = [layer for layer in compiled if layer is not None]
+        if len(layers) < len(compiled):
+            return None
+        spec = AttentionSpec(
+            num_q_heads=self.config.num_q_heads,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            num_layers=self.config.num_layers,
+        )
+        return CompiledDecoder(kernel.library, spec, layers, self._norm, rope, eps=self.config.rms_norm_eps)
 
     def _attend(
         self,
@@ -148,7 +184,7 @@ class _Builder:
     device: torch.device
     deterministic: bool
     ops: FusedOps
-    tiles: TileLinear | None
+    kernel: LinearKernel | None
     ladder: RowLadder = field(default_factory=RowLadder)
 
     def layer(self, index: int, config: ModelConfig) -> _Layer:
@@ -171,7 +207,7 @@ class _Builder:
     def linear(self, names: list[str], *, has_bias: bool) -> PackedLinear:
         weight, bias = self.stacked(names, has_bias=has_bias)
         return PackedLinear(
-            weight, bias, ladder=self.ladder, deterministic=self.deterministic, tiles=self.tiles
+            weight, bias, ladder=self.ladder, deterministic=self.deterministic, kernel=self.kernel
         )
 
     def gated_linear(self, gate: str, up: str, *, has_bias: bool) -> GatedLinear:
@@ -182,7 +218,7 @@ class _Builder:
             silu_and_mul=self.ops.silu_and_mul,
             ladder=self.ladder,
             deterministic=self.deterministic,
-            tiles=self.tiles,
+            kernel=self.kernel,
         )
 
     def stacked(self, names: list[str], *, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

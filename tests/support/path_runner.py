@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phloem.kernels.attention import AttentionSpec, make_backend
+from phloem.kernels.attention import AttentionBackend, AttentionSpec, make_backend
 from phloem.kernels.kv_store import PagedKVStore
 from phloem.kernels.plan import AttentionPlan, PlanRow
 from phloem.runtime.models.loading import LoadedModel
@@ -23,6 +23,7 @@ class PathRunner:
         num_blocks: int = 64,
         block_size: int = 16,
         backend: str = "cpu",
+        kv_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
         config = loaded.config
@@ -33,10 +34,11 @@ class PathRunner:
             "head_dim": config.head_dim,
             "num_layers": config.num_layers,
         }
-        store = PagedKVStore(num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, **shape)
+        dtype = kv_dtype or loaded.dtype
+        store = PagedKVStore(num_blocks=num_blocks, block_size=block_size, dtype=dtype, **shape)
         store.data.fill_(torch.nan)
         spec = AttentionSpec(num_q_heads=config.num_q_heads, windows=config.windows, **shape)
-        self.attention = make_backend(backend, spec, store)
+        self.attention: AttentionBackend = make_backend(backend, spec, store)
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
         self._tables: dict[int, list[int]] = {}
