@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as BackendTokenizer
     from transformers import TokenizersBackend
 
+MAX_WORDS = 4096
+"""How many words' tokens the tokenizers library may remember in each thread that encodes; a word of 255 letters takes 8 kB."""
+
 
 class Tokenizer:
     """A model's tokenizer and chat template.
@@ -54,6 +57,7 @@ class Tokenizer:
         # tokenizer.json may carry a truncation length from training, which would cut prompts silently
         self.backend.no_truncation()
         self.backend.no_padding()
+        _limit_memory(self.backend)
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = _optional_id(hf.bos_token_id)
         own = _optional_id(hf.eos_token_id)
@@ -286,6 +290,7 @@ class Tokenizer:
 
         plain = BackendTokenizer.from_str(self.backend.to_str())
         plain.encode_special_tokens = True
+        _limit_memory(plain)
         return plain
 
     @cached_property
@@ -327,3 +332,23 @@ def _ascii_of(spelled: str) -> str:
 
 def _optional_id(value: object) -> int | None:
     return value if isinstance(value, int) else None
+
+
+def _limit_memory(backend: BackendTokenizer) -> None:
+    """Let the tokenizers library remember no more than it can use.
+
+    It remembers the tokens of the first 10,000 words that it sees, in each thread anew and for ever: with pieces of prompts for words that is
+    80 MiB a thread. Where a vocabulary does not cut texts into words, such a piece hardly comes again, and nothing is remembered.
+    """
+    resize = getattr(
+        backend.model, "_resize_cache", None
+    )  # a private name, and not every kind of model has such a memory
+    if resize is not None:
+        resize(MAX_WORDS if _cuts_words(backend) else 0)
+
+
+def _cuts_words(backend: BackendTokenizer) -> bool:
+    text = "one two, three four"
+    if backend.normalizer is not None:
+        text = backend.normalizer.normalize_str(text)
+    return backend.pre_tokenizer is not None and len(backend.pre_tokenizer.pre_tokenize_str(text)) > 1
