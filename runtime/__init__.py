@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from phloem.runtime.config import EngineConfig
     from phloem.runtime.engine import Engine
     from phloem.runtime.errors import (
+        BranchBusy,
         BranchReleased,
         CacheFull,
         Cancelled,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Branch",
+    "BranchBusy",
     "BranchReleased",
     "CacheFull",
     "Cancelled",

@@ -13,7 +13,7 @@ from typing import Any
 
 from phloem.radix import Explanation, Lease, Namespace, PinRefused
 from phloem.runtime.engine_core import EngineCore, check_count, check_expansion
-from phloem.runtime.errors import BranchReleased, CacheFull, InvalidRequest
+from phloem.runtime.errors import BranchBusy, BranchReleased, CacheFull, InvalidRequest
 from phloem.runtime.fan_out import Child
 from phloem.runtime.generation import AsyncGeneration, AsyncSink, Generation, Progress, QueueSink, Sink
 from phloem.runtime.outputs import Chunk, Completion, TokenLogprob, Usage
@@ -362,14 +362,14 @@ class Branch:
     def _idle_path(self) -> Path:
         path = self._live_path()
         if self._seems_busy:
-            raise InvalidRequest("the branch is generating; wait for the end, or fork it", field="branch")
+            raise BranchBusy("the branch is generating; wait for the end, or fork it", field="branch")
         return path
 
     def _unused_path(self) -> Path:
         """The path, with no request on it, not even one that only computes. For the engine's thread."""
         path = self._idle_path()
         if self._core.loop.scheduler.is_busy(path):
-            raise InvalidRequest(
+            raise BranchBusy(
                 "the branch is busy with a score or an expansion; wait for it, or fork", field="branch"
             )
         return path

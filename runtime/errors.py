@@ -5,7 +5,8 @@
     PhloemError
     ├── InvalidRequest   (also ValueError)   a prompt, a message or an option that can't be right
     │   ├── PromptTooLong                    more tokens than the model or the cache can ever hold
-    │   └── GrammarError                     a JSON schema, regex or grammar that doesn't compile
+    │   ├── GrammarError                     a JSON schema, regex or grammar that doesn't compile
+    │   └── BranchBusy                       what changes a branch, asked for while a request is on it
     ├── ModelError       (also ValueError)   a model that can't be loaded
     │   ├── ModelNotFound                    no such directory, file, alias or hub id
     │   ├── ModelCorrupted                   files that are missing, cut short, or contradict each other
@@ -54,6 +55,10 @@ class PromptTooLong(InvalidRequest):
 
 class GrammarError(InvalidRequest):
     """A JSON schema, regular expression or grammar that doesn't compile."""
+
+
+class BranchBusy(InvalidRequest):
+    """A request is on the branch, which can't change meanwhile; wait for its end, or fork."""
 
 
 class ModelError(PhloemError, ValueError):

@@ -11,6 +11,7 @@ _TYPES = {
     "authentication": "authentication_error",
     "permission": "permission_error",
     "not_found": "not_found_error",
+    "conflict": "invalid_request_error",
     "timeout": "timeout_error",
     "too_large": "request_too_large",
     "rate_limit": "rate_limit_error",

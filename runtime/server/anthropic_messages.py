@@ -62,12 +62,12 @@ async def create_message(
         raise grammar_refused(error, "tools" if body.tools else "output_config") from error
     if not body.stream:
         [done] = await run.whole(request)
-        held = await service.prompt_leases.hold(tenant, asked.prompt.token_ids, marks, namespace)
+        held = await service.hold(tenant, asked.prompt.token_ids, marks, namespace)
         return JsonAnswer(answer.whole(done, held))
     chunks = run.chunks()
     first = await first_chunk(run, chunks, request)
     try:
-        held = await service.prompt_leases.hold(tenant, asked.prompt.token_ids, marks, namespace)
+        held = await service.hold(tenant, asked.prompt.token_ids, marks, namespace)
     except BaseException:
         run.close()
         raise

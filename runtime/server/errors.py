@@ -29,6 +29,7 @@ from starlette.responses import JSONResponse, Response
 
 from phloem.radix import InvalidNamespace
 from phloem.runtime.errors import (
+    BranchBusy,
     BranchReleased,
     CacheFull,
     Cancelled,
@@ -104,10 +105,8 @@ def failure_of(error: Exception, *, retry_after_s: int = 1) -> Failure:
         return error.failure
     if isinstance(error, RequestValidationError):
         return _of_validation(error.errors())
-    if isinstance(error, PromptTooLong):
-        return Failure(400, "invalid_request", str(error), error.field, "context_length_exceeded")
     if isinstance(error, InvalidRequest | InvalidNamespace):
-        return Failure(400, "invalid_request", str(error), getattr(error, "field", None))
+        return _of_invalid(error)
     if isinstance(error, Cancelled):
         return Failure(408, "timeout", str(error))
     if isinstance(error, BranchReleased):
@@ -120,6 +119,14 @@ def failure_of(error: Exception, *, retry_after_s: int = 1) -> Failure:
         return Failure(error.status_code, _KINDS.get(error.status_code, "invalid_request"), str(error.detail))
     logger.error("a request failed", exc_info=error)
     return Failure(500, "internal", "the server failed; its log says more")
+
+
+def _of_invalid(error: InvalidRequest | InvalidNamespace) -> Failure:
+    field = getattr(error, "field", None)
+    if isinstance(error, BranchBusy):
+        return Failure(409, "conflict", str(error), field, "branch_busy")
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return Failure(400, "invalid_request", str(error), field, code)
 
 
 _KINDS = {404: "not_found", 429: "rate_limit", 500: "internal", 503: "unavailable"}
@@ -154,6 +161,7 @@ _OPENAI_TYPES = {
     "authentication": "authentication_error",
     "permission": "permission_error",
     "not_found": "not_found_error",
+    "conflict": "conflict_error",
     "timeout": "timeout_error",
     "too_large": "invalid_request_error",
     "rate_limit": "rate_limit_error",

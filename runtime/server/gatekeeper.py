@@ -17,9 +17,19 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/openapi.json"})
 """What needs no key, and works while the server drains."""
 
 GENERATING = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/generate",
+        "/v1/cache/pins",
+    }
 )
-"""What is refused unread while all places are taken."""
+"""Where a POST is refused unread while all places are taken."""
+
+_GENERATING_ON_A_BRANCH = re.compile(r"/v1/branches/[^/]+/(generate|score|expand)")
+"""And so are these; the rest of `/v1/branches` takes no place, and may make room."""
 
 # A string ends at its quote or with the text, so that nothing is ever looked at twice.
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*(?:"|\\?\Z)', re.DOTALL)
@@ -58,7 +68,7 @@ class Gatekeeper:
             return
         if body is None:
             return
-        if scope["path"] not in GENERATING:
+        if not _generates(scope):
             await self._app(scope, _replay(body, receive), send)
             return
         # An overloaded server says no for a fraction of what parsing a request costs.
@@ -102,6 +112,13 @@ class Gatekeeper:
         except asyncio.TimeoutError:
             message = f"the request's body was not sent within {self._settings.body_timeout_s:g} s"
             raise ApiError(Failure(408, "timeout", message)) from None
+
+
+def _generates(scope: Scope) -> bool:
+    path = scope["path"]
+    return scope["method"] == "POST" and (
+        path in GENERATING or _GENERATING_ON_A_BRANCH.fullmatch(path) is not None
+    )
 
 
 async def _read_at_most(receive: Receive, limit: int) -> bytes | None:

@@ -44,8 +44,12 @@ class PinStore:
     A lease that is used lives on, which only the engine knows: whoever asks for pins waits for the engine's answer.
     """
 
-    def __init__(self, max_tokens_per_key: int, *, retry_after_s: int) -> None:
+    def __init__(
+        self, max_tokens_per_key: int, *, num_leased: Callable[[Tenant], int], retry_after_s: int
+    ) -> None:
+        """Hold none yet; `num_leased` tells what else a tenant keeps of the tokens that it may."""
         self._max_tokens = max_tokens_per_key
+        self._num_leased = num_leased
         self._retry_after_s = retry_after_s
         self._held: defaultdict[bytes, dict[str, HeldPin]] = defaultdict(dict)
         self._promised: Counter[bytes] = Counter()
@@ -83,6 +87,13 @@ class PinStore:
                 self._held[tenant.root].pop(state.pin.id, None)
         return [state for state in states if state.expires_in_s]
 
+    async def num_tokens(self, tenant: Tenant) -> int:
+        """Return how many tokens a tenant has pinned, or was promised."""
+        if tenant.root not in self._held and not self._promised[tenant.root]:
+            return 0
+        living = await self.all_of(tenant)
+        return sum(state.pin.num_tokens for state in living) + self._promised[tenant.root]
+
     async def drop(self, tenant: Tenant, pin_id: str) -> None:
         """End a pin.
 
@@ -100,12 +111,10 @@ class PinStore:
             raise invalid(
                 f"the prompt has {num_tokens} tokens; a key may pin {self._max_tokens} (max_pinned_tokens_per_key)"
             )
-        pinned = (
-            sum(state.pin.num_tokens for state in await self.all_of(tenant)) + self._promised[tenant.root]
-        )
+        pinned = await self.num_tokens(tenant) + self._num_leased(tenant)
         if pinned + num_tokens > self._max_tokens:
             raise self.full(
-                f"the key has pinned {pinned} tokens, and {num_tokens} more would exceed "
+                f"the key keeps {pinned} tokens, and {num_tokens} more would exceed "
                 f"max_pinned_tokens_per_key, {self._max_tokens}: delete some, or wait for one to end"
             )
 

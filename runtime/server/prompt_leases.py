@@ -60,7 +60,13 @@ class PromptLeases:
         self._held: defaultdict[bytes, _HeldByKey] = defaultdict(dict)
 
     async def hold(
-        self, tenant: Tenant, token_ids: Sequence[int], marks: Sequence[Mark], namespace: Namespace
+        self,
+        tenant: Tenant,
+        token_ids: Sequence[int],
+        marks: Sequence[Mark],
+        namespace: Namespace,
+        *,
+        num_pinned: int,
     ) -> list[Mark]:
         """Take or keep the leases of a prompt that has been computed; return the marks that have one.
 
@@ -69,20 +75,30 @@ class PromptLeases:
             token_ids: The prompt.
             marks: The first one first.
             namespace: The prompt's.
+            num_pinned: What the tenant's pins take of its limit.
         """
         if not marks or not self._engine.config.prefix_cache:
             return []
-        held = self._held[tenant.root]
-        for key in [key for key, each in held.items() if each.has_ended]:
-            del held[key]
+        held = self._living(tenant)
         lengths = {each.num_tokens for each in held.values()} | {mark.num_tokens for mark in marks}
         digests = _digests(namespace, token_ids, lengths)
-        new = [mark for mark in marks if self._claim(held, mark, digests)]
+        limit = self._max_tokens - num_pinned
+        new = [mark for mark in marks if self._claim(held, mark, digests, limit)]
         await asyncio.gather(*(self._take(held, mark, digests, token_ids, namespace) for mark in new))
         return [mark for mark in marks if (digests[mark.num_tokens], mark.ttl_s) in held]
 
-    def _claim(self, held: _HeldByKey, mark: Mark, digests: Mapping[int, bytes]) -> bool:
-        """Claim a lease within the key's limit. False: it is there, or there is no room for it."""
+    def num_tokens(self, tenant: Tenant) -> int:
+        """Return how many tokens a tenant's leases count for. O(leases of the tenant)."""
+        return sum(each.own_tokens for each in self._living(tenant).values())
+
+    def _living(self, tenant: Tenant) -> _HeldByKey:
+        held = self._held[tenant.root]
+        for key in [key for key, each in held.items() if each.has_ended]:
+            del held[key]
+        return held
+
+    def _claim(self, held: _HeldByKey, mark: Mark, digests: Mapping[int, bytes], limit: int) -> bool:
+        """Claim a lease within what is left of the key's limit. False: it is there, or there is no room for it."""
         key = (digests[mark.num_tokens], mark.ttl_s)
         if key in held:
             return False
@@ -97,7 +113,7 @@ class PromptLeases:
             default=0,
         )
         own_tokens = max(mark.num_tokens - known, self._engine.config.block_size)
-        if sum(each.own_tokens for each in held.values()) + own_tokens > self._max_tokens:
+        if sum(each.own_tokens for each in held.values()) + own_tokens > limit:
             return False
         held[key] = _Held(mark.num_tokens, own_tokens)
         return True

@@ -28,7 +28,7 @@ from phloem.runtime.server.connection import EventStream, while_connected
 from phloem.runtime.server.errors import ApiError, Failure, not_found
 from phloem.runtime.server.gate import Gate, Ticket
 from phloem.runtime.server.pin_store import PinStore
-from phloem.runtime.server.prompt_leases import PromptLeases
+from phloem.runtime.server.prompt_leases import Mark, PromptLeases
 from phloem.runtime.server.responses_store import ResponseStore
 from phloem.runtime.server.settings import ServerSettings
 from phloem.runtime.server.token_texts import TokenTexts
@@ -158,10 +158,14 @@ class Service:
             idle_s=settings.branch_idle_s,
             retry_after_s=settings.retry_after_s,
         )
-        self.pins = PinStore(settings.max_pinned_tokens_per_key, retry_after_s=settings.retry_after_s)
         self.prompter = Prompter(engine, self.answers, max_messages=settings.max_messages)
         self.marks = MarkFinder(self.prompter)
         self.prompt_leases = PromptLeases(engine, settings.max_pinned_tokens_per_key)
+        self.pins = PinStore(
+            settings.max_pinned_tokens_per_key,
+            num_leased=self.prompt_leases.num_tokens,
+            retry_after_s=settings.retry_after_s,
+        )
         self.fingerprints = FingerprintStore()
         self.token_texts = TokenTexts(engine.tokenizer)
         self.started_at = int(time.time())
@@ -288,6 +292,13 @@ class Service:
         finally:
             self._works.discard(task)
             ticket.release()
+
+    async def hold(
+        self, tenant: Tenant, token_ids: Sequence[int], marks: Sequence[Mark], namespace: Namespace
+    ) -> list[Mark]:
+        """Take or keep the leases of a prompt within what its key's pins leave it; return the marks that have one."""
+        num_pinned = await self.pins.num_tokens(tenant) if marks else 0
+        return await self.prompt_leases.hold(tenant, token_ids, marks, namespace, num_pinned=num_pinned)
 
     def stream(self, events: AsyncIterator[str], run: Run) -> EventStream:
         """Return an answer of server-sent events, at whose end the run is closed."""

@@ -106,7 +106,7 @@ class ServerSettings:
     """And for one key."""
 
     max_pinned_tokens_per_key: int = 32_768
-    """Tokens that the pins of one key may keep from eviction, and its `cache_control` breakpoints as many again."""
+    """Tokens that one key may keep from eviction, by pins and by `cache_control` breakpoints together."""
 
     max_pin_ttl_s: float = 3600.0
     """How long after its last use a pin may live."""

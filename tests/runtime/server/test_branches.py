@@ -244,7 +244,7 @@ def test_a_branch_in_use_is_busy_and_can_be_forked_scored_and_deleted(
         assert client.get("/v1/branches").json()["data"][0]["busy"]
         for name, body in (("generate", {}), ("append", {"text": "a"})):
             status, error = client.refused(f"/{root}/{name}", **body)
-            assert (status, error["param"]) == (400, "branch")
+            assert (status, error["param"], error["code"]) == (409, "branch", "branch_busy")
         assert client.done(f"/{root}/score", continuations=["a"])["data"][0]["logprob"] < 0
         assert client.done(f"/{root}/fork")["data"][0]["num_tokens"] > len(TEXT)
         client.delete(f"/v1/branches/{root}")

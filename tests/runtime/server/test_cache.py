@@ -187,6 +187,34 @@ def test_a_pin_of_another_key_is_an_unknown_one_and_each_keys_tokens_are_limited
         server.wait_until_idle()
 
 
+def test_pins_and_breakpoints_of_a_key_share_one_limit(engine: Engine) -> None:
+    def cached_by(client: httpx.Client, text: str) -> int:
+        """Send a message with a breakpoint at its end; return how many tokens it keeps."""
+        message = {"role": "user", "content": text}
+        body = {
+            "model": "tiny",
+            "max_tokens": 1,
+            "messages": [message],
+            "cache_control": {"type": "ephemeral"},
+        }
+        usage = client.post("/v1/messages", json=body).json()["usage"]
+        return int(usage["cache_creation_input_tokens"])
+
+    engine.clear_cache()
+    with live_server(engine, max_pinned_tokens_per_key=200) as server:
+        with server.client() as client:
+            assert cached_by(client, "x" * 100) > 100
+            status, _, message = refused(client, "/v1/cache/pins", {"token_ids": PROMPT * 3})
+            assert status == 429
+            assert "max_pinned_tokens_per_key" in message
+            pinned(client)
+            assert cached_by(client, "y" * 100) == 0, "the pin and the first breakpoint leave less"
+            unpin_all(client)
+            assert cached_by(client, "z" * 20) > 20
+        server.wait_until_idle()
+    engine.clear_cache()
+
+
 def test_a_budget_that_others_use_up_is_told_without_their_pins(engine: Engine) -> None:
     with live_server(engine, api_keys=KEYS) as server:
         with (

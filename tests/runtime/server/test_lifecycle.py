@@ -83,8 +83,15 @@ def test_too_many_requests_are_told_to_come_later_at_once(engine: Engine) -> Non
                 "/v1/responses",
                 "/v1/messages",
                 "/generate",
+                "/v1/cache/pins",
+                "/v1/branches/none/generate",
+                "/v1/branches/none/score",
+                "/v1/branches/none/expand",
             ):
                 assert client.post(path, content=b"{").status_code == 429
+            # What takes no place is answered.
+            assert client.get("/v1/cache/pins").status_code == 200
+            assert client.delete("/v1/branches/none").status_code == 404
             with client_of(server) as openai, pytest.raises(RateLimitError):
                 openai.completions.create(model="tiny", prompt="a")
             assert client.get("/v1/models").status_code == 200
