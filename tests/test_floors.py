@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ DOORS = {("phloem.runtime.engine", "phloem.runtime.frontend.session")}
 """But for these: `Engine.session` opens a session, and imports it only then."""
 
 
+@cache
 def modules() -> dict[str, Path]:
     found = {}
     for folder in FOLDERS:
@@ -85,12 +87,19 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """The imports of a file, in functions too; parsed once."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports(path: Path) -> list[tuple[int, str]]:
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(path):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}:{node.lineno} imports relatively; write the absolute name"
             found.append((node.lineno, node.module or ""))
     return found
@@ -119,12 +128,8 @@ def users_of(name: str) -> set[str]:
     """Modules that import a module, or a name from it."""
     found = set()
     for module, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = (
-                [alias.name for alias in getattr(node, "names", [])]
-                if isinstance(node, ast.Import | ast.ImportFrom)
-                else []
-            )
+        for node in statements(path):
+            names = [alias.name for alias in node.names]
             base = node.module if isinstance(node, ast.ImportFrom) else None
             if name in names or base == name:
                 found.add(module)

@@ -177,11 +177,12 @@ def test_b29_numbers_that_become_nan_in_flight_are_not_reused(engine: EmulatedEn
 
 
 def test_a_pool_that_runs_full_in_flight_goes_back_to_the_scheduler(gpu_model: Path) -> None:
+    """Deterministic, for a path that resumes is computed in other chunks than before."""
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
-    with emulated_gpu(gpu_model, num_blocks=16) as engine:
+    with emulated_gpu(gpu_model, num_blocks=16, deterministic=True) as engine:
         generations = [engine.stream(prompt, params) for prompt in PROMPTS[:5]]
         done = [generation.result() for generation in generations]
         assert engine.stats().preemptions > 0
-    with emulated_gpu(gpu_model, runs_ahead=False) as engine:
+    with emulated_gpu(gpu_model, runs_ahead=False, deterministic=True) as engine:
         alone = [engine.generate(prompt, params)[0] for prompt in PROMPTS[:5]]
     assert [each.token_ids for each in done] == [each.token_ids for each in alone]

@@ -59,14 +59,14 @@ def test_the_loop_goes_on_while_a_search_waits(engine: Engine) -> None:
 
 def test_a_cancelled_search_ends_at_once_and_can_be_gone_on_with(engine: Engine) -> None:
     with SearchTree(engine, PROMPT, seed=5) as tree:
-        breadth_first(tree, sample(3, max_tokens=700), worth, keep=2, depth=2)
+        breadth_first(tree, sample(3, max_tokens=250), worth, keep=2, depth=2)
         expected = shape(tree)
 
     async def main() -> None:
         with SearchTree(engine, PROMPT, seed=5) as tree:
             before = engine.stats().generated_tokens
             task = asyncio.ensure_future(
-                arun(breadth_first, tree, sample(3, max_tokens=700), worth, keep=2, depth=2)
+                arun(breadth_first, tree, sample(3, max_tokens=250), worth, keep=2, depth=2)
             )
             while engine.stats().running < 3:
                 await asyncio.sleep(0.001)
@@ -75,9 +75,9 @@ def test_a_cancelled_search_ends_at_once_and_can_be_gone_on_with(engine: Engine)
                 await task
             stats = engine.stats()
             assert stats.running == stats.waiting == 0
-            assert stats.generated_tokens - before < 3 * 700
+            assert stats.generated_tokens - before < 3 * 250
             assert list(tree.nodes()) == [tree.root]
-            await arun(breadth_first, tree, sample(3, max_tokens=700), worth, keep=2, depth=2)
+            await arun(breadth_first, tree, sample(3, max_tokens=250), worth, keep=2, depth=2)
             assert shape(tree) == expected
 
     asyncio.run(main())
