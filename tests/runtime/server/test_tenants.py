@@ -11,9 +11,14 @@ from phloem.runtime import Engine
 
 ALICE, BOB = "key-of-alice", "key-of-bob"
 PROMPT_TOKENS = 1000
-NUM_PROBES = 200
-ROUNDS = 3
-"""By chance alone an area lies beyond the limit in 8 of 100 rounds; what is there to be seen is seen in all."""
+LIMIT = 0.55
+NUM_PROBES = (600, 1200)
+"""For each case; the second number are more of them, asked only where the area of the first ones lies beyond the limit.
+
+Where there is nothing to be seen, the area of n probes a case spreads by sqrt(1 / 6n) around a half: 0.029 for 200 of them, of which 8 in 100 lie
+beyond the limit on either side; 0.017 for 600, where it is 3 in 1,000; and 0.0096 for the 1,800 of both, which is five times nearer than the limit.
+All probes are pooled, so that the second look does not choose the better of two.
+"""
 
 
 class Tenant:
@@ -42,16 +47,24 @@ def area(positives: list[float], negatives: list[float]) -> float:
     return max(found, 1 - found)
 
 
-def probe(sender: Tenant, prober: Tenant, draw: random.Random, num_probes: int) -> float:
-    """How well the prober's times tell prompts that the sender has just sent from new ones."""
-    times: dict[bool, list[float]] = {True: [], False: []}
-    cases = [True, False] * num_probes
-    draw.shuffle(cases)
-    for is_cached in cases:
-        sent, other = ("".join(draw.choices("abcdefgh ", k=PROMPT_TOKENS)) for _ in range(2))
-        sender.ask(sent)
-        times[is_cached].append(prober.ask(sent if is_cached else other))
-    return area(times[True], times[False])
+class Probes:
+    """The prober's times for prompts that the sender has just sent, and for new ones."""
+
+    def __init__(self, sender: Tenant, prober: Tenant) -> None:
+        self._sender, self._prober = sender, prober
+        self._times: dict[bool, list[float]] = {True: [], False: []}
+
+    def add(self, num_pairs: int, draw: random.Random) -> None:
+        """Ask pairs of both cases in random order: what slows the machine for a while slows both."""
+        for _ in range(num_pairs):
+            for is_cached in draw.sample((True, False), 2):
+                sent, other = ("".join(draw.choices("abcdefgh ", k=PROMPT_TOKENS)) for _ in range(2))
+                self._sender.ask(sent)
+                self._times[is_cached].append(self._prober.ask(sent if is_cached else other))
+
+    def area(self) -> float:
+        """How well the times tell the cases apart."""
+        return area(self._times[True], self._times[False])
 
 
 @pytest.mark.slow
@@ -59,11 +72,17 @@ def test_the_time_to_the_first_token_does_not_tell_what_another_key_has_cached(e
     with live_server(engine, api_keys=(ALICE, BOB)) as server, server.client() as client:
         alice, bob = Tenant(client, ALICE), Tenant(client, BOB)
         draw = random.Random(7)
-        assert probe(alice, alice, draw, 20) > 0.9, "her own hits are to be seen, or the probe is blind"
+        own, others = Probes(alice, alice), Probes(alice, bob)
+        own.add(20, draw)
+        assert own.area() > 0.9, "her own hits are to be seen, or the probe is blind"
         areas: list[float] = []
-        while len(areas) < ROUNDS and not any(each <= 0.55 for each in areas):
-            areas.append(probe(alice, bob, draw, NUM_PROBES))
-        assert min(areas) <= 0.55, areas
+        for num_pairs in NUM_PROBES:
+            others.add(num_pairs, draw)
+            areas.append(others.area())
+            if areas[-1] <= LIMIT:
+                break
+        print(f"areas {areas}")
+        assert areas[-1] <= LIMIT, areas
         server.wait_until_idle()
 
 
