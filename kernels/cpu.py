@@ -76,14 +76,18 @@ def make_cpu_ops(environ: Mapping[str, str] = os.environ) -> FusedOps:
     return torch_ops() if library is None else native_ops(library)
 
 
-def make_cpu_linear(environ: Mapping[str, str] = os.environ) -> LinearKernel | None:
+def make_cpu_linear(environ: Mapping[str, str] = os.environ, *, int8: bool = False) -> LinearKernel | None:
     """Make the compiled linear layers, or None where there is no compiler, or PHLOEM_CPU_KERNEL is "torch".
+
+    Args:
+        environ: As of `make_cpu_backend`.
+        int8: See `LinearKernel`.
 
     Raises:
         BuildError: PHLOEM_CPU_KERNEL is "native" and they can't be built.
     """
     library = _library(environ)
-    return None if library is None else LinearKernel(library)
+    return None if library is None else LinearKernel(library, int8=int8)
 
 
 def _library(environ: Mapping[str, str]) -> ctypes.CDLL | None:

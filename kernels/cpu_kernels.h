@@ -12,7 +12,7 @@ extern "C" {
 struct PhloemLinear {
   const void* weight;     // stripes of 32 outputs
   const float* bias;      // [stripes * 32], or null
-  const float* scale;     // [stripes * 32], or null
+  const float* scale;     // [stripes * 32], of int8 weights; else null
   int32_t in_features, out_features;
   int32_t format;         // see below
   int32_t is_gated;       // a stripe is 16 gates and the 16 outputs that they gate; out_features counts the results
@@ -132,6 +132,6 @@ namespace {
 using namespace phloem;
 
 // Formats of weights: type, and order in memory (`pack` in cpu_linear.py).
-enum : int32_t { FLOAT_LANES, BF16_LANES, INT8_LANES, BF16_TILES };
+enum : int32_t { FLOAT_LANES, BF16_LANES, INT8_LANES, BF16_TILES, INT8_TILES };
 
 }  // namespace

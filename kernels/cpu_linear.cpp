@@ -1,5 +1,5 @@
 // The linear layers of a decoder: y = x W^T + b, also with the SwiGLU that follows the first layer of an MLP. Weights are
-// float32, bf16, or int8 with a scale per output; on a processor that multiplies tiles, bf16 goes to cpu_linear_amx.h.
+// float32, bf16, or int8 with a scale per output; on a processor that multiplies tiles, rows in bf16 go to cpu_linear_amx.h.
 //
 // The arithmetic of an output is fixed, so a row has the same bits whatever rows stand beside it: from zero, one fused
 // multiply-add per input, ascending (on AVX512-BF16 one VDPBF16PS per pair of inputs); then the scale, if there is one, then

@@ -17,6 +17,7 @@ _TILE_STEP = 32
 """Inputs that one instruction on tiles takes; their number must be a multiple of it."""
 _WORD_BYTES = 4
 """Inputs of an output that stand together in lanes."""
+_INT8_MAX = 127
 _DTYPES = (torch.float32, torch.bfloat16)
 """Types of inputs and of results."""
 
@@ -28,6 +29,12 @@ class Format(IntEnum):
     BF16_LANES = 1
     INT8_LANES = 2
     BF16_TILES = 3
+    INT8_TILES = 4
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether it is for processors that multiply tiles."""
+        return self in (Format.BF16_TILES, Format.INT8_TILES)
 
 
 class LinearStruct(ctypes.Structure):
@@ -62,8 +69,14 @@ class _Result(ctypes.Structure):
 class LinearKernel:
     """The compiled product, bound to a library."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        """Bind it; the library is what `native_build.load_library` gives."""
+    def __init__(self, library: ctypes.CDLL, *, int8: bool = False) -> None:
+        """Bind it.
+
+        Args:
+            library: What `native_build.load_library` gives.
+            int8: Keep weights as int8, with a scale per output; inputs, sums and results stay what they are.
+        """
+        self.int8 = int8
         self.library = library
         self.run = library.phloem_linear
         self.run.argtypes, self.run.restype = (*(ctypes.c_void_p,) * 3, ctypes.c_int32), None
@@ -71,10 +84,10 @@ class LinearKernel:
         """Whether the processor multiplies tiles of bf16 (AMX)."""
 
     def fits(self, weight: torch.Tensor) -> bool:
-        """Whether there is code for this weight: float32 or bf16, in CPU memory, bf16 with `in_features` even."""
+        """Whether there is code for this weight: float32 or bf16, in CPU memory, `in_features` even for bf16, for int8 a multiple of 4."""
         if weight.device.type != "cpu" or weight.dtype not in _DTYPES or not weight.numel():
             return False
-        return weight.shape[1] % (_WORD_BYTES // weight.itemsize) == 0
+        return weight.shape[1] % (_WORD_BYTES // (1 if self.int8 else weight.itemsize)) == 0
 
     def layer(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CompiledLinear:
         """Pack a weight `[out_features, in_features]` that fits."""
@@ -94,7 +107,7 @@ class LinearKernel:
 class CompiledLinear:
     """y = x W^T + b over a packed weight, of which it holds the only copy."""
 
-    __slots__ = ("_bias", "_in_features", "_kernel", "_num_results", "_weight", "struct")
+    __slots__ = ("_bias", "_in_features", "_kernel", "_num_results", "_scale", "_weight", "struct")
 
     def __init__(
         self,
@@ -107,13 +120,17 @@ class CompiledLinear:
     ) -> None:
         """Pack; see `LinearKernel`, which calls this."""
         self._kernel, self._num_results, self._in_features = kernel, num_results, weight.shape[1]
-        self._bias = None if bias is None else F.pad(bias.float(), (0, -weight.shape[0] % _STRIPE))
-        form = _format(weight, has_tiles=kernel.has_tiles)
+        self._bias = None if bias is None else _padded(bias.float())
+        form = _format(weight, has_tiles=kernel.has_tiles, int8=kernel.int8)
+        self._scale: torch.Tensor | None = None
+        if kernel.int8:
+            weight, scale = quantize(weight)
+            self._scale = _padded(scale)
         self._weight = pack(weight, form)
         self.struct = LinearStruct(
             weight=self._weight.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
-            scale=None,
+            scale=None if self._scale is None else self._scale.data_ptr(),
             in_features=self._in_features,
             out_features=num_results,
             format=form,
@@ -130,7 +147,7 @@ class CompiledLinear:
         Raises:
             ValueError: an x of another type or width.
         """
-        types = (torch.bfloat16,) if self.format is Format.BF16_TILES else _DTYPES
+        types = (torch.bfloat16,) if self.format.is_tiled else _DTYPES
         if x.dtype not in types or x.dim() != 2 or x.shape[1] != self._in_features:
             names = " or ".join(str(each).removeprefix("torch.") for each in types)
             raise ValueError(
@@ -159,7 +176,7 @@ def pack(weight: torch.Tensor, form: Format) -> torch.Tensor:
     Tiles: `[stripes, in_features / 32, 2, 16, 16, 2]`; the last three are a tile: pairs of inputs, outputs, the two of a pair.
     """
     padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % _STRIPE))
-    if form is Format.BF16_TILES:
+    if form.is_tiled:
         tiles = padded.view(-1, 2, 16, weight.shape[1] // _TILE_STEP, 16, 2)
         return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
     per_word = _WORD_BYTES // weight.itemsize
@@ -167,10 +184,29 @@ def pack(weight: torch.Tensor, form: Format) -> torch.Tensor:
     return words.transpose(1, 2).contiguous()
 
 
-def _format(weight: torch.Tensor, *, has_tiles: bool) -> Format:
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a weight `[out_features, in_features]` to 255 steps per output, symmetric around zero.
+
+    Returns:
+        int8 of the weight's shape, and the scales, float32 `[out_features]`: their product is the weight, to half a step.
+    """
+    wide = weight.float()
+    scale = wide.abs().amax(dim=1) / _INT8_MAX
+    steps = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_()
+    return steps.nan_to_num_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8), scale
+
+
+def _format(weight: torch.Tensor, *, has_tiles: bool, int8: bool) -> Format:
+    is_tiled = has_tiles and weight.dtype == torch.bfloat16 and weight.shape[1] % _TILE_STEP == 0
+    if int8:
+        return Format.INT8_TILES if is_tiled else Format.INT8_LANES
     if weight.dtype == torch.float32:
         return Format.FLOAT_LANES
-    return Format.BF16_TILES if has_tiles and weight.shape[1] % _TILE_STEP == 0 else Format.BF16_LANES
+    return Format.BF16_TILES if is_tiled else Format.BF16_LANES
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    return F.pad(values, (0, -values.shape[0] % _STRIPE))
 
 
 def _interleave(gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-// The linear layers of cpu_linear.cpp in bf16, on a processor that multiplies tiles (AMX).
+// The linear layers of cpu_linear.cpp with rows in bf16, on a processor that multiplies tiles (AMX). Weights in int8 become bf16, which
+// holds them exactly, a stripe at a time.
 //
 // The arithmetic of an output is fixed, so a row has the same bits whatever rows stand beside it: from zero, its products
 // are added by TDPBF16PS over 32 inputs at a time, ascending (within the 32 the instruction itself fixes the order); then
-// the bias is added; then the sum is rounded, once. Which rows make a tile, and which thread has it, does not enter.
+// it is scaled, if weights are int8; then the bias is added; then the sum is rounded, once. Which rows make a tile, and which thread has it, does not enter.
 //
 //             16 outputs  16 outputs     A step of the innermost loop: 32 rows, 32 outputs, 32 inputs. A tile of x is
 //            +-----------+-----------+   16 rows of 64 bytes, read where it lies. A tile of W is 16 pairs of inputs by
@@ -18,6 +19,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <new>
 
 #include "cpu_amx.h"
 #include "cpu_kernels.h"
@@ -41,10 +44,12 @@ struct Linear {
   const char* x;
   int64_t num_rows, row_bytes;
   const char* weight;
-  const float* bias;
+  const float *bias, *scale;
   void* out;
   int64_t out_stride;
   int32_t num_steps, out_features;
+  bool is_int8;
+  int step_bytes() const { return is_int8 ? STEP_BYTES / 2 : STEP_BYTES; }
 };
 
 // What becomes of 32 sums of a row: how many results, of which type; `kept` is a mask of them.
@@ -125,6 +130,30 @@ inline void multiply(const char* x, int64_t row_bytes, const char* stripe, int n
   }
 }
 
+// A stripe of int8 weights as bf16.
+class WideStripe {
+ public:
+  const char* of(const char* stripe, int num_steps) {
+    const int64_t bytes = int64_t(num_steps) * STEP_BYTES;
+    if (bytes > bytes_) {
+      memory_.reset(new (std::align_val_t(TILE_BYTES)) char[bytes]);
+      bytes_ = bytes;
+    }
+    for (int64_t at = 0; at < bytes; at += TILE_BYTES) {
+      const Vec low = widened(stripe + at / 2), high = widened(stripe + at / 2 + LANES);
+      store(memory_.get() + at, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free { void operator()(char* p) const { ::operator delete[](p, std::align_val_t(TILE_BYTES)); } };
+  std::unique_ptr<char, Free> memory_;
+  int64_t bytes_ = 0;
+
+  static Vec widened(const char* p) { return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(p))); }
+};
+
 // One thread's part in a product.
 template <class Result> class TileProduct {
  public:
@@ -137,10 +166,12 @@ template <class Result> class TileProduct {
   void run(Member& member) {
     AmxTiles tiles;
     set_rows(tiles, int(std::min<int64_t>(a.num_rows, TILED_ROWS)));
+    static thread_local WideStripe wide;
     bool is_first = true;
     for (int64_t item = member.claim(), next; item < num_items; item = next) {
       next = member.claim();
-      run_item(tiles, item, next < num_items ? stripe_of(next) : nullptr, is_first);
+      const char* stripe = a.is_int8 ? wide.of(stripe_of(item), a.num_steps) : stripe_of(item);
+      run_item(tiles, item, stripe, next < num_items ? stripe_of(next) : nullptr, is_first);
       is_first = false;
     }
   }
@@ -150,7 +181,7 @@ template <class Result> class TileProduct {
   const Linear& a;
   const int64_t num_stripes, panel_rows, num_items;
 
-  const char* stripe_of(int64_t item) const { return a.weight + item % num_stripes * a.num_steps * STEP_BYTES; }
+  const char* stripe_of(int64_t item) const { return a.weight + item % num_stripes * a.num_steps * a.step_bytes(); }
   T* out_at(int64_t item, int64_t row) const {
     return static_cast<T*>(a.out) + row * a.out_stride + item % num_stripes * Result::COLUMNS;
   }
@@ -161,9 +192,8 @@ template <class Result> class TileProduct {
     tiles.set_rows({upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS});
   }
 
-  void run_item(AmxTiles& tiles, int64_t item, const char* next, bool is_first) {
+  void run_item(AmxTiles& tiles, int64_t item, const char* stripe, const char* next, bool is_first) {
     alignas(64) float sums[TILED_ROWS * STRIPE];
-    const char* stripe = stripe_of(item);
     const int64_t begin = item / num_stripes * panel_rows, end = std::min(a.num_rows, begin + panel_rows);
     const int num_blocks = int((end - begin + TILED_ROWS - 1) / TILED_ROWS);
     for (int block = 0; block < num_blocks; block++) {
@@ -183,14 +213,17 @@ template <class Result> class TileProduct {
   }
 
   // With one block of rows, a few steps ahead, running on into the next stripe; with more, the next stripe is spread over
-  // them. A thread's first stripe has had nobody to fetch it.
+  // them. A thread's first stripe has had nobody to fetch it. One in int8 has been read as a whole by now.
   Prefetch to_prefetch(const char* stripe, const char* next, int block, int num_blocks, bool is_first) const {
     const int lead = std::min(LEAD_STEPS, int(a.num_steps)), turn = a.num_steps - lead;
+    if (a.is_int8) return to_prefetch_next(next, block, num_blocks);
     if (num_blocks == 1) return {stripe + lead * STEP_BYTES, next ? next : stripe, turn, STEP_BYTES};
     if (is_first && block == 0) return {stripe + lead * STEP_BYTES, stripe, turn, STEP_BYTES};
-    const int blocks_left = is_first ? num_blocks - 1 : num_blocks, at = is_first ? block - 1 : block;
-    const int bytes = (STEP_BYTES / blocks_left + TILE_BYTES - 1) / TILE_BYTES * TILE_BYTES;
-    if (!next || at * bytes >= STEP_BYTES) return {stripe, stripe, a.num_steps, 0};
+    return to_prefetch_next(next, is_first ? block - 1 : block, is_first ? num_blocks - 1 : num_blocks);
+  }
+  Prefetch to_prefetch_next(const char* next, int at, int num_blocks) const {
+    const int step_bytes = a.step_bytes(), bytes = (step_bytes / num_blocks + TILE_BYTES - 1) / TILE_BYTES * TILE_BYTES;
+    if (!next || at * bytes >= step_bytes) return {a.weight, a.weight, a.num_steps, 0};
     return {next + int64_t(at) * a.num_steps * bytes, next, a.num_steps, bytes};
   }
 
@@ -198,10 +231,12 @@ template <class Result> class TileProduct {
     const int64_t stripe = item % num_stripes, left = a.out_features - stripe * Result::COLUMNS;
     const uint32_t kept = left >= STRIPE ? ~0u : (1u << left) - 1;
     const float* bias = a.bias ? a.bias + stripe * STRIPE : nullptr;
+    const float* scale = a.scale ? a.scale + stripe * STRIPE : nullptr;
     const int64_t out_stride = a.out_stride;  // a copy, since the compiler must take `out` for a part of `a`
     T* out = out_at(item, row);
     for (int r = 0; r < num_rows; r++, out += out_stride) {
       Vec low = load(sums + r * STRIPE), high = load(sums + r * STRIPE + LANES);
+      if (scale) low *= load(scale), high *= load(scale + LANES);
       if (bias) {
         low += load(bias);
         high += load(bias + LANES);
@@ -213,7 +248,7 @@ template <class Result> class TileProduct {
 
 inline void run_tiles(Member& member, const PhloemLinear& layer, const PhloemInput& x, const PhloemResult& out) {
   const Linear linear{static_cast<const char*>(x.data), x.num_rows, x.row_stride * 2, static_cast<const char*>(layer.weight),
-                      layer.bias, out.data, out.row_stride, layer.in_features / STEP, layer.out_features};
+                      layer.bias, layer.scale, out.data, out.row_stride, layer.in_features / STEP, layer.out_features, layer.format == INT8_TILES};
   if (layer.is_gated) TileProduct<ToGated>(linear).run(member);
   else if (out.is_bf16) TileProduct<ToBf16>(linear).run(member);
   else TileProduct<ToFloat>(linear).run(member);

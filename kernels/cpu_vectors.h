@@ -180,10 +180,11 @@ template <class T> inline void widen_row(const T* row, int head_dim, float* out)
   for (; d < head_dim; d++) out[d] = widen(row[d]);
 }
 
-// Calls run(constant<M>, first row) over rows [row, end) in blocks of M, then of what is left.
+// Calls run(constant<M>, first row) over rows [row, end) in blocks of M, then, for what is left, of ever fewer: each number of
+// rows is compiled by itself.
 template <int M, class Run> inline void in_row_blocks(int row, int end, Run run) {
   for (; row + M <= end; row += M) run(std::integral_constant<int, M>{}, row);
-  if constexpr (M > 1) in_row_blocks<M - 1>(row, end, run);
+  if constexpr (M > 1) in_row_blocks<(M > 3 ? M / 2 : M - 1)>(row, end, run);
 }
 
 // Calls run(constant<0>), ... run(constant<N - 1>).

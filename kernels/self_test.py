@@ -14,7 +14,7 @@ import torch
 
 from phloem.kernels.attention import AttentionSpec
 from phloem.kernels.cpu import make_cpu_backend, make_cpu_linear, make_cpu_ops
-from phloem.kernels.cpu_linear import Format, LinearKernel
+from phloem.kernels.cpu_linear import LinearKernel
 from phloem.kernels.cpu_torch import TorchBackend
 from phloem.kernels.fused_ops import FusedOps
 from phloem.kernels.kv_store import PagedKVStore
@@ -114,7 +114,7 @@ def _check_linear(
     x = torch.randn((_NUM_ROWS, shape[1]), generator=generator).to(dtype)
     detail = "F.linear: this torch or machine has no repacked product"
     if linear.compiled is not None:
-        is_tiled = linear.compiled.format is Format.BF16_TILES
+        is_tiled = linear.compiled.format.is_tiled
         detail = "compiled kernel on AMX tiles" if is_tiled else "compiled kernel"
     elif linear.is_packed:
         detail = "repacked weights"

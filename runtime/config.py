@@ -15,6 +15,7 @@ from phloem.runtime.errors import InvalidRequest
 MAX_THREADS = 1024
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8_e5m2")
+QUANTIZATIONS = ("none", "int8")
 BACKENDS = ("auto", "cpu", "flashinfer", "reference")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -35,10 +36,15 @@ class EngineConfig:
     """`cpu`, `cuda` or `cuda:1`. `auto`: a GPU where FlashInfer runs and has code for the model, else the CPU."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Of the weights. `auto`: bfloat16 on a GPU and where the CPU multiplies it natively (AMX, AVX512-BF16), else float32."""
+    """Of the weights. `auto`: bfloat16 on a GPU, on a CPU that multiplies it natively (AMX, AVX512-BF16), and where a compiler
+    is; else float32."""
 
     kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Of the KV. `auto`: the weights'. The 8-bit types are for GPUs: half the memory, and some loss."""
+
+    quantization: Literal["none", "int8"] = "none"
+    """Of the weights of linear layers, in memory. `int8`: a scale per output, half of bfloat16's bytes and about its quality; for the
+    CPU, where a compiler is."""
 
     block_size: int = 16
     """Tokens per KV block: a power of two up to 64."""
@@ -91,7 +97,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        for name, known in (("kv_dtype", KV_DTYPES), ("backend", BACKENDS)):
+        choices = (("kv_dtype", KV_DTYPES), ("quantization", QUANTIZATIONS), ("backend", BACKENDS))
+        for name, known in choices:
             value = getattr(self, name)
             _require(value in known, f"{name} must be one of {', '.join(known)}, not {value!r}")
         _require(

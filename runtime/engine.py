@@ -396,6 +396,7 @@ def _build(name: str | Path, config: EngineConfig) -> EngineCore:
         directory,
         dtype=placement.dtype,
         deterministic=placement.deterministic,
+        int8=config.quantization == "int8",
         max_position=config.max_model_len,
         device=placement.device,
         ops=fused_ops(toolkit),

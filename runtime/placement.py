@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from phloem.kernels.attention import AttentionSpec
+from phloem.kernels.cpu import make_cpu_linear
 from phloem.kernels.flashinfer_library import why_unavailable, why_unsupported
 from phloem.runtime.config import EngineConfig
 from phloem.runtime.errors import InvalidRequest
@@ -89,6 +90,11 @@ def _on_cpu(config: EngineConfig, reason: str) -> Placement:
             f"dtype=float16 is for GPUs, and this engine runs on the CPU ({reason}); use bfloat16 or float32",
             field="dtype",
         )
+    if config.quantization == "int8" and make_cpu_linear() is None:
+        raise InvalidRequest(
+            "quantization=int8 needs compiled linear layers: install a C++ compiler (g++ or clang++), or leave it at none",
+            field="quantization",
+        )
     dtype = preferred_dtype() if config.dtype == "auto" else DTYPES[config.dtype]
     if config.kv_dtype not in ("auto", str(dtype).removeprefix("torch.")):
         raise InvalidRequest(
@@ -110,6 +116,11 @@ def _on_cpu(config: EngineConfig, reason: str) -> Placement:
 
 
 def _on_gpu(config: EngineConfig) -> Placement:
+    if config.quantization == "int8":
+        raise InvalidRequest(
+            "quantization=int8 is for the CPU, and this engine would run on a GPU: leave it at none, or set device=cpu",
+            field="quantization",
+        )
     dtype, kv_dtype = _gpu_dtypes(config)
     return Placement(
         torch.device("cuda" if config.device == "auto" else config.device),

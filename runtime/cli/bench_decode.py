@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from phloem.runtime import Engine, EngineConfig
+from phloem.runtime import Engine, EngineConfig, InvalidRequest
 from phloem.runtime.cli.bench_common import (
     Outputs,
     decode_step,
@@ -131,6 +131,9 @@ class _Times:
     inexact: float
     """And without it."""
 
+    rounded: float | None
+    """As `alone`, with weights in int8; None where they can't be had."""
+
 
 def run_bench_decode(
     model: str, console: Console, outputs: Outputs, *, rounds: int, sizes: DecodeSizes | None = None,
@@ -153,11 +156,12 @@ def measure_decode(
     Deterministic mode on and off alternate within each round, and so does which of them goes first.
     """
     with ExitStack() as stack:
-        with console.status(f"Loading {escape(model)} twice: deterministic mode on, off"):
+        with console.status(f"Loading {escape(model)}: deterministic mode on, off; int8 weights"):
             exact, inexact = (
                 stack.enter_context(Engine(model, deterministic=mode, num_blocks=sizes.num_blocks))
                 for mode in (True, False)
             )
+            rounded = _rounded_engine(model, stack, sizes)
         sizes = sizes.fitted(exact.max_model_len)
         limits = limits_with_progress(exact.model, limit_sizes, console)
         floors = floor_model(exact.model, EngineConfig(), limits)
@@ -167,11 +171,11 @@ def measure_decode(
         # One round more: the first one warms up and is not counted.
         times = []
         for number in range(rounds + 1):
-            times.append(_round(exact, inexact, sizes, draw, inexact_first=number % 2 == 1))
+            times.append(_round(exact, inexact, rounded, sizes, draw, inexact_first=number % 2 == 1))
             progress.advance(task)
         if outputs.profile_path is not None:
             with chrome_trace(outputs.profile_path):
-                _round(exact, inexact, sizes, draw, inexact_first=False)
+                _round(exact, inexact, rounded, sizes, draw, inexact_first=False)
     return DecodeResult(limits, _rows(times[1:], sizes, floors))
 
 
@@ -210,9 +214,18 @@ def charts_of(rows: Sequence[DecodeRow]) -> list[Bars]:
     return [Bars("Steps", "ms", [row.name for row in rows], series, is_log=True)]
 
 
+def _rounded_engine(model: str, stack: ExitStack, sizes: DecodeSizes) -> Engine | None:
+    """An engine with int8 weights, where there is one."""
+    try:
+        return stack.enter_context(Engine(model, quantization="int8", num_blocks=sizes.num_blocks))
+    except InvalidRequest:
+        return None
+
+
 def _round(
-    exact: Engine, inexact: Engine, sizes: DecodeSizes, draw: random.Random, *, inexact_first: bool
-) -> _Times:
+    exact: Engine, inexact: Engine, rounded: Engine | None, sizes: DecodeSizes, draw: random.Random,
+    *, inexact_first: bool,
+) -> _Times:  # fmt: skip
     def step(engine: Engine, count: int, length: int) -> float:
         prompt = random_ids(engine, draw, length)
         return decode_step(engine, prompt, count, num_tokens=sizes.output).seconds
@@ -230,6 +243,7 @@ def _round(
         prefill=prefill,
         exact=compared[True],
         inexact=compared[False],
+        rounded=None if rounded is None else step(rounded, 1, sizes.short),
     )
 
 
@@ -252,6 +266,10 @@ def _rows(times: Sequence[_Times], sizes: DecodeSizes, floors: FloorModel) -> li
         seconds, other_s = (statistics.median(column) for column in zip(*pairs, strict=True))
         return DecodeRow(name, seconds, beside, other_s, statistics.median(ratios), aim, is_share)
 
+    rounded = [each.rounded for each in times if each.rounded is not None]
+    int8 = [
+        row("decode step, batch 1, int8 weights", lambda t: t.rounded or 0, "as they are", lambda t: t.alone, 1.0)
+    ] if len(rounded) == len(times) else []  # fmt: skip
     wide = f"decode step, {sizes.wide} branches over {sizes.long:,} shared tokens"
     return [
         row("decode step, batch 1", lambda t: t.alone, "memory reads", lambda t: alone, 0.75, is_share=True),
@@ -263,4 +281,5 @@ def _rows(times: Sequence[_Times], sizes: DecodeSizes, floors: FloorModel) -> li
         row(f"prefill of {sizes.long:,} tokens", lambda t: t.prefill, "matrix rate", lambda t: prefill, 0.6, is_share=True),
         row(f"decode step, batch {sizes.compared}, deterministic",
             lambda t: t.exact, "not deterministic", lambda t: t.inexact, 1.15),
+        *int8,
     ]  # fmt: skip

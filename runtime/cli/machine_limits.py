@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from phloem.kernels.cpu import make_cpu_linear
+from phloem.kernels.cpu_linear import LinearKernel
 from phloem.kernels.linear import PackedLinear
 from phloem.runtime.cli.floors import FloorModel, Rates, linear_shapes
 from phloem.runtime.config import EngineConfig
@@ -94,8 +96,17 @@ def _read_rate(sizes: LimitSizes) -> float:
 
 
 def _product_rate(model: ModelConfig, dtype: torch.dtype, sizes: LimitSizes) -> float:
+    """The best of torch's library and our own kernels: a limit is what anybody reaches."""
+    kernels = {None, make_cpu_linear()}
+    return max(_rate_with(kernel, model, dtype, sizes) for kernel in kernels)
+
+
+def _rate_with(
+    kernel: LinearKernel | None, model: ModelConfig, dtype: torch.dtype, sizes: LimitSizes
+) -> float:
     layers = [
-        PackedLinear(torch.randn(shape).to(dtype), deterministic=False) for shape in linear_shapes(model)
+        PackedLinear(torch.randn(shape).to(dtype), deterministic=False, kernel=kernel)
+        for shape in linear_shapes(model)
     ]
     rates = []
     for rows in sizes.rows:

@@ -70,6 +70,7 @@ class Decoder:
         *,
         dtype: torch.dtype,
         deterministic: bool = True,
+        int8: bool = False,
         max_position: int | None = None,
         device: torch.device | str = "cpu",
         ops: FusedOps | None = None,
@@ -81,17 +82,23 @@ class Decoder:
             checkpoint: Its weights.
             dtype: What to compute in: torch.float32 or torch.bfloat16; on a GPU also torch.float16.
             deterministic: Keep the bits of a token independent of the batch around it.
+            int8: Keep the weights of linear layers as int8, with a scale per output.
             max_position: Longest path that will be run; None means the config's. It fixes the table of
                 `dynamic` rope scaling.
             device: Where the weights live.
             ops: The operations between matrix products; None takes compiled ones on a CPU, some of them fused into
                 the products, elsewhere torch's.
+
+        Raises:
+            ValueError: int8, where linear layers are not compiled.
         """
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
         self._ops = ops or (make_cpu_ops() if self.device.type == "cpu" else torch_ops())
-        kernel = make_cpu_linear() if ops is None and self.device.type == "cpu" else None
+        kernel = make_cpu_linear(int8=int8) if ops is None and self.device.type == "cpu" else None
+        if int8 and kernel is None:
+            raise ValueError("int8 weights need the compiled linear layers: a CPU, and a C++ compiler on it")
         builder = _Builder(checkpoint, dtype, self.device, deterministic, self._ops, kernel)
         self._embedding = builder.read("model.embed_tokens.weight")
         self._layers = [builder.layer(index, config) for index in range(config.num_layers)]

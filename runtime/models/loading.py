@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from phloem.kernels.cpu import make_cpu_linear
 from phloem.kernels.fused_ops import FusedOps
 from phloem.runtime.errors import ModelNotFound
 from phloem.runtime.models.config import ModelConfig, read_model_config
@@ -36,6 +37,7 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     deterministic: bool = True,
+    int8: bool = False,
     max_position: int | None = None,
     device: torch.device | str = "cpu",
     ops: FusedOps | None = None,
@@ -46,6 +48,7 @@ def load_model(
         path: The directory; `phloem.runtime.models.resolve.resolve_model` gives one for any name.
         dtype: What to compute in; None picks what this CPU does well, see `preferred_dtype`.
         deterministic: See `Decoder`.
+        int8: See `Decoder`.
         max_position: See `Decoder`.
         device: See `Decoder`.
         ops: See `Decoder`.
@@ -67,6 +70,7 @@ def load_model(
             checkpoint,
             dtype=chosen,
             deterministic=deterministic,
+            int8=int8,
             max_position=max_position,
             device=device,
             ops=ops,
@@ -75,19 +79,19 @@ def load_model(
         decoder=decoder,
         config=config,
         tokenizer=tokenizer,
-        fingerprint=fingerprint(directory),
+        fingerprint=fingerprint(directory) + ("+int8" if int8 else ""),
         dtype=chosen,
     )
 
 
 def preferred_dtype() -> torch.dtype:
-    """bfloat16 where the CPU multiplies it natively (AMX or AVX512-BF16), float32 elsewhere.
+    """bfloat16 where linear layers are compiled, or where the CPU multiplies it natively (AMX or AVX512-BF16); else float32.
 
-    Elsewhere bfloat16 would be unpacked by software, and be slower than float32 though it is half the bytes.
+    Half the bytes make decode steps twice as fast. Elsewhere torch would unpack it, and be slower than in float32.
     """
     # private names of torch: a version without them is treated like a CPU without the feature
     probes: list[Callable[[], bool] | None] = [
         getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     ]
-    native = any(probe is not None and probe() for probe in probes)
-    return torch.bfloat16 if native else torch.float32
+    is_native = any(probe is not None and probe() for probe in probes)
+    return torch.bfloat16 if is_native or make_cpu_linear() is not None else torch.float32

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from phloem.kernels.cpu import make_cpu_linear, make_cpu_ops
-from phloem.kernels.cpu_linear import Format, LinearKernel, pack
+from phloem.kernels.cpu_linear import Format, LinearKernel, pack, quantize
 from phloem.kernels.fused_ops import torch_ops
 from phloem.kernels.gated_linear import GatedLinear
 from phloem.kernels.linear import PackedLinear, has_amx
@@ -62,6 +62,9 @@ def test_the_type_and_the_width_decide_the_format(kernel: LinearKernel) -> None:
     assert kernel.layer(draw(8, 34)).format is Format.BF16_LANES
     kernel.has_tiles = False
     assert kernel.layer(draw(64, 64)).format is Format.BF16_LANES
+    kernel.int8 = True
+    assert kernel.layer(draw(64, 64)).format is Format.INT8_LANES
+    assert not kernel.fits(draw(64, 34))
 
 
 def test_the_environment_switches_it_off() -> None:
@@ -138,6 +141,46 @@ def test_weights_in_bf16_take_float32_rows_too(kernel: LinearKernel) -> None:
     given = kernel.layer(weight)(x)
     assert given.dtype == torch.float32
     assert float((given - wanted).norm() / wanted.norm()) < 3e-6
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("shape", [(576, 576), (33, 64), (100, 1536), (17, 36), PANEL_SHAPE])
+def test_int8_gives_the_product_with_the_rounded_weight(
+    kernel: LinearKernel, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    kernel.int8 = True
+    weight, bias = draw(*shape, dtype=dtype), draw(shape[0], dtype=dtype, seed=2)
+    steps, scale = quantize(weight)
+    linear = PackedLinear(weight, bias, kernel=kernel)
+    x = draw(200, shape[1], dtype=dtype, seed=3)
+    wanted = F.linear(x.double(), steps.double() * scale.double()[:, None], bias.double())
+    whole = linear.in_float32(x)
+    assert float((whole - wanted).norm() / wanted.norm()) < 1e-5
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for num_rows in (1, 15, 40):
+            assert torch.equal(linear.in_float32(x[7 : 7 + num_rows]), whole[7 : 7 + num_rows])
+
+
+def test_int8_is_within_half_a_step_of_the_weight() -> None:
+    weight = draw(40, 64, dtype=torch.float32)
+    weight[3], weight[4, 5] = 0, 1000
+    steps, scale = quantize(weight)
+    assert steps.dtype == torch.int8
+    assert steps.abs().amax() == 127
+    error = (steps * scale[:, None] - weight).abs()
+    assert (error <= scale[:, None] * 0.501).all()
+    assert (error[3] == 0).all()
+
+
+def test_a_weight_of_no_number_stays_one_in_int8(kernel: LinearKernel) -> None:
+    kernel.int8 = True
+    weight = draw(40, 64, dtype=torch.float32)
+    weight[3, 2] = torch.nan
+    weight[5, 2] = torch.inf
+    out = PackedLinear(weight, kernel=kernel)(torch.ones(2, 64))
+    assert not out[:, [3, 5]].isfinite().any()
+    assert out[:, [0, 1, 2, 4, 6]].isfinite().all()
 
 
 def test_calls_between_those_of_other_libraries(kernel: LinearKernel) -> None:

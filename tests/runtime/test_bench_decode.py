@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from phloem.kernels.cpu import make_cpu_linear
 from phloem.runtime.cli import bench_decode
 from phloem.runtime.cli.bench_common import Outputs
 from phloem.runtime.cli.bench_decode import DecodeRow, DecodeSizes, run_bench_decode
@@ -31,6 +32,11 @@ def test_each_row_is_set_against_a_limit_or_another_row(tiny_path: Path, tmp_pat
         ("first token of 100 cached and 5 new tokens", "a decode step", 1.5, False),
         ("prefill of 100 tokens", "matrix rate", 0.6, True),
         ("decode step, batch 2, deterministic", "not deterministic", 1.15, False),
+        *(
+            []
+            if make_cpu_linear() is None
+            else [("decode step, batch 1, int8 weights", "as they are", 1.0, False)]
+        ),
     ]
     for row in found["rows"]:
         assert min(row["seconds"], row["other_s"], row["ratio"]) > 0

@@ -11,6 +11,7 @@ import torch
 from path_runner import PathRunner
 from tiny_model import ARCHITECTURES, make_tiny_model
 
+from phloem.kernels.cpu import make_cpu_linear
 from phloem.runtime.models.loading import LoadedModel, load_model, preferred_dtype
 
 LLAMA3_ROPE = {
@@ -155,10 +156,22 @@ def test_a_head_gives_logits_for_the_rows_asked_for(loaded: LoadedModel) -> None
     assert loaded.decoder.logits(hidden[:0]).shape == (0, loaded.config.vocab_size)
 
 
-def test_the_dtype_is_chosen_by_what_the_cpu_multiplies_natively(
+def test_the_dtype_is_bfloat16_where_linear_layers_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if make_cpu_linear() is not None:
+        assert load_model(make_tiny_model(tmp_path)).dtype == torch.bfloat16
+    monkeypatch.setenv("PHLOEM_CPU_KERNEL", "torch")
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
+    assert preferred_dtype() == torch.float32
+
+
+def test_without_a_compiler_the_dtype_is_chosen_by_what_the_cpu_multiplies_natively(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_tiny_model(tmp_path)
+    monkeypatch.setenv("PHLOEM_CPU_KERNEL", "torch")
     assert load_model(path).dtype == preferred_dtype()
     for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
