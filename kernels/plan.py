@@ -23,7 +23,7 @@ last ones of its KV; every token is written to the slots from which rows read it
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -82,6 +82,8 @@ class AttentionPlan:
     block_size: int
     groups: tuple[SharedGroup, ...] = ()
     """Rows that share their first blocks; a backend may attend to those once for all of them."""
+    _is_laid_out: bool = field(default=False, init=False, repr=False)
+    """Made by `from_rows`, which puts tokens nowhere but in their rows' blocks: `check` need not do it a second time."""
 
     @property
     def num_rows(self) -> int:
@@ -101,10 +103,9 @@ class AttentionPlan:
     @property
     def kv_lens(self) -> torch.Tensor:
         """int32 `[num_rows]`: tokens of KV that each row reads, its own included."""
-        num_blocks = self.kv_indptr[1:] - self.kv_indptr[:-1]
-        return torch.where(
-            num_blocks > 0, (num_blocks - 1) * self.block_size + self.kv_last_page_len, 0
-        ).int()
+        num_blocks = np.diff(self.kv_indptr.numpy())
+        lengths = (num_blocks - 1) * self.block_size + self.kv_last_page_len.numpy()
+        return torch.from_numpy(np.where(num_blocks > 0, lengths, 0).astype(np.int32))
 
     @classmethod
     def from_rows(cls, rows: Sequence[PlanRow], *, block_size: int) -> "AttentionPlan":
@@ -130,7 +131,7 @@ class AttentionPlan:
         mirror_slots = _place_tokens(starts - mirrored, mirrored, kv_indptr, kv_indices, block_size)[1]
         mirror_tokens = np.fromiter(chain.from_iterable(row.mirrored for row in rows), np.int64)
         last_page_len = starts + counts - (num_blocks - 1) * block_size
-        return cls(
+        plan = cls(
             qo_indptr=torch.from_numpy(qo_indptr.astype(np.int32)),
             kv_indptr=torch.from_numpy(kv_indptr.astype(np.int32)),
             kv_indices=torch.from_numpy(kv_indices),
@@ -145,6 +146,8 @@ class AttentionPlan:
                 kv_indptr, kv_indices, np.where(counts > 0, (starts - mirrored) // block_size, 0)
             ),
         )
+        object.__setattr__(plan, "_is_laid_out", True)
+        return plan
 
     def check(self, num_blocks: int) -> None:
         """Prove every rule against a store of `num_blocks` blocks. O(tokens log tokens + blocks).
@@ -152,12 +155,18 @@ class AttentionPlan:
         Raises:
             PlanError: the first rule found broken, with the row or token and the numbers.
         """
-        self._check_arrays()
-        qo_indptr, kv_indptr = self.qo_indptr.numpy(), self.kv_indptr.numpy()
-        _check_indptr("qo_indptr", qo_indptr, self.num_tokens)
-        _check_indptr("kv_indptr", kv_indptr, self.kv_indices.shape[0])
-        _check_indptr("mirror_indptr", self.mirror_indptr.numpy(), self.num_mirrors)
-        self._check_pages(num_blocks)
+        if not self._is_laid_out:
+            self._check_arrays()
+        self._check_block_ids(num_blocks)
+        if not self._is_laid_out:
+            self._check_layout()
+        if self.num_mirrors:
+            self._check_mirrors()
+        self._check_slots()
+
+    def _check_layout(self) -> None:
+        """Every token stands in its row's blocks, and groups share what they say."""
+        self._check_pages()
         self._check_tokens()
         for group in self.groups:
             self._check_group(group)
@@ -182,12 +191,17 @@ class AttentionPlan:
                 raise PlanError(
                     f"{name} is {array.dtype} {list(array.shape)} on {array.device}; needs {dtype} [{length}] on cpu"
                 )
+        _check_indptr("qo_indptr", self.qo_indptr.numpy(), tokens)
+        _check_indptr("kv_indptr", self.kv_indptr.numpy(), self.kv_indices.shape[0])
+        _check_indptr("mirror_indptr", self.mirror_indptr.numpy(), self.num_mirrors)
 
-    def _check_pages(self, num_blocks: int) -> None:
+    def _check_block_ids(self, num_blocks: int) -> None:
         kv_indices = self.kv_indices.numpy()
         if kv_indices.size and (kv_indices.min() < 0 or kv_indices.max() >= num_blocks):
             bad = kv_indices[(kv_indices < 0) | (kv_indices >= num_blocks)][0]
             raise PlanError(f"block id {bad} is outside of the store's {num_blocks} blocks")
+
+    def _check_pages(self) -> None:
         row_blocks = np.diff(self.kv_indptr.numpy())
         last = self.kv_last_page_len.numpy()
         wrong = np.where(row_blocks > 0, (last < 1) | (last > self.block_size), last != 0)
@@ -218,17 +232,19 @@ class AttentionPlan:
                 raise PlanError(
                     f"{name}[{token}] is {given[token]}; its row's blocks make it {wanted[token]}"
                 )
-        mirror_slots = (
-            self._check_mirrors(kv_lens - counts) if self.num_mirrors else self.mirror_slots.numpy()
-        )
-        ordered = np.sort(np.concatenate((slots, mirror_slots)))
+
+    def _check_slots(self) -> None:
+        """No slot is written twice."""
+        ordered = np.sort(np.concatenate((self.slot_mapping.numpy(), self.mirror_slots.numpy())))
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if twice.size:
             block, offset = divmod(int(twice[0]), self.block_size)
             raise PlanError(f"two tokens of the step write to block {block}, offset {offset}")
 
-    def _check_mirrors(self, starts: IntArray) -> IntArray:
-        """Prove that every mirror takes the token of its own position over. Returns the mirrors' slots."""
+    def _check_mirrors(self) -> None:
+        """Prove that every mirror takes the token of its own position over."""
+        counts = np.diff(self.qo_indptr.numpy()).astype(np.int64)
+        starts = self.kv_lens.numpy().astype(np.int64) - counts
         mirrored = np.diff(self.mirror_indptr.numpy()).astype(np.int64)
         if (mirrored > starts).any():
             row = int(np.flatnonzero(mirrored > starts)[0])
@@ -249,7 +265,6 @@ class AttentionPlan:
                 f"mirror {mirror} writes the token of position {self.positions[tokens[mirror]]} to slot {given[mirror]}; "
                 f"its row has position {positions[mirror]} in slot {slots[mirror]}"
             )
-        return slots
 
     def _check_group(self, group: SharedGroup) -> None:
         rows, shared = group.rows, group.num_shared_blocks
