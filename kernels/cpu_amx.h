@@ -6,7 +6,9 @@
 
 #pragma once
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(PHLOEM_AMX_HEADER)  // the same in software, for tests on other machines
+#include PHLOEM_AMX_HEADER
+#elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define PHLOEM_HAS_AMX 1
 
 #include <array>

@@ -185,7 +185,7 @@ class AmxSpan {
   static UVec pairs(Vec even, Vec odd) {
     UVec index;
     for (int i = 0; i < LANES; i++) index[i] = i | (LANES + i) << 16;
-    return (UVec)_mm512_permutexvar_epi16((__m512i)index, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+    return (UVec)_mm512_permutexvar_epi16((__m512i)index, round_to_bf16(even, odd));
   }
 
   // Values as pairs of keys, zero where a key is not in `seen`. Returns whether all of those in it are finite.

@@ -166,11 +166,12 @@ template <class Words> class LaneProduct {
     const int64_t begin = panel * panel_rows_, width = a_.layer.in_features;
     const int count = int(std::min(panel_rows_, a_.x.num_rows - begin));
     if (a_.x.is_bf16 == (sizeof(X) == 2)) return {static_cast<const X*>(a_.x.data) + begin * a_.x.row_stride, a_.x.row_stride, count};
-    wide.resize(std::max<size_t>(wide.size(), count * width));
+    const int64_t stride = (width + LANES - 1) / LANES * LANES;  // rows are filled up with zeros
+    if (int64_t(wide.size()) < count * stride) wide.resize(count * stride);
     if constexpr (sizeof(X) == 4)
       for (int m = 0; m < count; m++)
-        widen_row(static_cast<const bf16*>(a_.x.data) + (begin + m) * a_.x.row_stride, int(width), wide.data() + m * width);
-    return {wide.data(), width, count};
+        widen_row(static_cast<const bf16*>(a_.x.data) + (begin + m) * a_.x.row_stride, int(width), wide.data() + m * stride);
+    return {wide.data(), stride, count};
   }
 
   void run_item(int64_t item, const Rows& rows, const char* next, float* sums) const {

@@ -65,7 +65,7 @@ struct ToBf16 {
   using T = bf16;
   static constexpr int COLUMNS = STRIPE;
   static void put(T* out, uint32_t kept, Vec low, Vec high) {
-    _mm512_mask_storeu_epi16(out, kept, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+    _mm512_mask_storeu_epi16(out, kept, round_to_bf16(low, high));
   }
 };
 struct ToGated {  // 16 gates, and what they gate; rounded wherever phloem_silu_and_mul rounds
@@ -141,7 +141,7 @@ class WideStripe {
     }
     for (int64_t at = 0; at < bytes; at += TILE_BYTES) {
       const Vec low = widened(stripe + at / 2), high = widened(stripe + at / 2 + LANES);
-      store(memory_.get() + at, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+      store(memory_.get() + at, round_to_bf16(low, high));
     }
     return memory_.get();
   }

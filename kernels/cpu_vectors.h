@@ -144,6 +144,16 @@ inline HVec round_to_bf16(Vec x) {  // to nearest, ties to even; what is too sma
 #endif
 }
 
+#if defined(__AVX512F__)
+inline __m512i round_to_bf16(Vec low, Vec high) {
+#if defined(__AVX512BF16__)
+  return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+  return _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)round_to_bf16(low)), (__m256i)round_to_bf16(high), 1);
+#endif
+}
+#endif
+
 // The values of v as type T holds them.
 template <class T> inline Vec rounded(Vec v) {
   if constexpr (sizeof(T) == 4) return v;

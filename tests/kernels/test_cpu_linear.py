@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from emulated_amx import with_emulated_amx
 
 from phloem.kernels.cpu import make_cpu_linear, make_cpu_ops
 from phloem.kernels.cpu_linear import Format, LinearKernel, pack, quantize
@@ -20,24 +21,40 @@ PANEL_SHAPE = (40, 13_824)
 """So wide that 32 rows are a panel: the number of panels and of rows in the last one varies with ROWS."""
 
 
-ARITHMETICS = ["float32", "bfloat16 in lanes", "bfloat16 in tiles"]
+EMULATED_TILES = "bfloat16 in emulated tiles"
+ARITHMETICS = [
+    "float32",
+    "bfloat16 in lanes",
+    "bfloat16 in tiles",
+    pytest.param(EMULATED_TILES, marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture
-def kernel() -> LinearKernel:
-    found = make_cpu_linear({**os.environ, "PHLOEM_CPU_KERNEL": ""})
+def arithmetic(request: pytest.FixtureRequest) -> str:
+    chosen: str = getattr(request, "param", "")
+    return chosen
+
+
+@pytest.fixture
+def kernel(arithmetic: str) -> LinearKernel:
+    environ = {**os.environ, "PHLOEM_CPU_KERNEL": ""}
+    found = make_cpu_linear(with_emulated_amx(environ) if arithmetic == EMULATED_TILES else environ)
     if found is None:
         pytest.skip("no compiler")
     return found
 
 
-@pytest.fixture(params=ARITHMETICS)
-def dtype(request: pytest.FixtureRequest, kernel: LinearKernel) -> torch.dtype:
+@pytest.fixture
+def dtype(arithmetic: str, kernel: LinearKernel) -> torch.dtype:
     """Of weights and inputs; the kernel is told whether to pack them for tiles."""
-    if request.param == "bfloat16 in tiles" and not kernel.has_tiles:
+    if arithmetic == "bfloat16 in tiles" and not kernel.has_tiles:
         pytest.skip("no AMX, or no compiler that knows it")
-    kernel.has_tiles = request.param == "bfloat16 in tiles"
-    return torch.float32 if request.param == "float32" else torch.bfloat16
+    kernel.has_tiles = "tiles" in arithmetic
+    return torch.float32 if arithmetic == "float32" else torch.bfloat16
+
+
+each_arithmetic = pytest.mark.parametrize("arithmetic", ARITHMETICS, indirect=True)
 
 
 @pytest.fixture
@@ -78,6 +95,7 @@ def test_without_a_compiler_there_is_none_unless_it_is_insisted_on() -> None:
         make_cpu_linear({**broken, "PHLOEM_CPU_KERNEL": "native"})
 
 
+@each_arithmetic
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, PANEL_SHAPE])
 def test_result_is_that_of_a_linear_layer(
@@ -95,6 +113,7 @@ def test_result_is_that_of_a_linear_layer(
         assert torch.equal(rounded, exact.to(dtype))
 
 
+@each_arithmetic
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", [*SHAPES, PANEL_SHAPE])
 def test_company_place_and_threads_change_no_bit(
@@ -112,6 +131,7 @@ def test_company_place_and_threads_change_no_bit(
             assert torch.equal(linear.in_float32(x[7 : 7 + num_rows]), whole[7 : 7 + num_rows])
 
 
+@each_arithmetic
 def test_a_row_of_no_number_leaves_the_others_alone(kernel: LinearKernel, dtype: torch.dtype) -> None:
     linear, x = PackedLinear(draw(64, 64, dtype=dtype), kernel=kernel), draw(40, 64, dtype=dtype)
     whole = linear(x)
@@ -122,6 +142,7 @@ def test_a_row_of_no_number_leaves_the_others_alone(kernel: LinearKernel, dtype:
     assert out[5].isnan().all()
 
 
+@each_arithmetic
 @pytest.mark.parametrize("num_rows", [1, 20, 50])
 def test_rows_are_read_where_they_lie(kernel: LinearKernel, dtype: torch.dtype, num_rows: int) -> None:
     linear, wide = PackedLinear(draw(48, 64, dtype=dtype), kernel=kernel), draw(num_rows, 300, dtype=dtype)
@@ -129,6 +150,7 @@ def test_rows_are_read_where_they_lie(kernel: LinearKernel, dtype: torch.dtype, 
         assert torch.equal(linear(x), linear(x.contiguous()))
 
 
+@each_arithmetic
 def test_no_rows_give_no_rows(kernel: LinearKernel, dtype: torch.dtype) -> None:
     linear, x = PackedLinear(draw(48, 64, dtype=dtype), kernel=kernel), draw(0, 64, dtype=dtype)
     assert linear(x).shape == linear.in_float32(x).shape == (0, 48)
@@ -143,6 +165,7 @@ def test_weights_in_bf16_take_float32_rows_too(kernel: LinearKernel) -> None:
     assert float((given - wanted).norm() / wanted.norm()) < 3e-6
 
 
+@each_arithmetic
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", [(576, 576), (33, 64), (100, 1536), (17, 36), PANEL_SHAPE])
 def test_int8_gives_the_product_with_the_rounded_weight(
@@ -223,6 +246,7 @@ def test_a_weight_packed_for_tiles_is_stripes_of_steps_of_two() -> None:
     assert packed[1].flatten(0, 1)[1].sum() == 0, "outputs 48 to 63 are padding"
 
 
+@each_arithmetic
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", [(3072, 576), (2 * 50, 64), (2 * 7, 32)])
