@@ -47,15 +47,12 @@ class Joins:
 
     def count(self, token_ids: Sequence[int]) -> int:
         """See `Tokenizer.num_joinable`."""
-        joined, count = "", 0
-        for number, token_id in enumerate(reversed(token_ids), start=1):
-            token = self.spelled(token_id)
-            if not token:
-                break
-            if not joined:
-                joined, count = token, self._is_begin[token_id]
-                continue
-            if token[-1] + joined[0] not in self._pairs:
+        if not token_ids or not (joined := self.spelled(token_ids[-1])):
+            return 0
+        count = self._is_begin[token_ids[-1]]
+        for number in range(2, len(token_ids) + 1):
+            token = self.spelled(token_ids[-number])
+            if not token or token[-1] + joined[0] not in self._pairs:
                 break  # no token goes on over this seam, nor does one that begins before it
             joined = token + joined
             if self._begins_longer(joined):

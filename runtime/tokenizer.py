@@ -246,7 +246,10 @@ class Tokenizer:
         if not before or not token_ids:
             return ""
         if self._is_byte_level and (anchor := self._joins.spelled(before[-1])[-1:]):
-            text = _ascii_of(anchor + "".join([self._joins.spelled(each) for each in token_ids]))
+            spelled = anchor
+            for each in token_ids:  # a comprehension is a function of its own
+                spelled += self._joins.spelled(each)
+            text = _ascii_of(spelled)
             if text:
                 return text[1:]
         head = self.decode(before)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Literal, get_args
 
 from phloem.runtime.branch import Score
 from phloem.runtime.errors import InvalidRequest
 
 Rule = Literal["sum", "mean", "greedy", "pmi"]
+MAX_KNOWN = 64
+"""Lists of options whose tokens are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,41 @@ class Rating:
 
     winner: int
     """Its index; the first of equal ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What there is to choose from, checked."""
+
+    texts: tuple[str, ...]
+    ids: tuple[array[int], ...]
+    """Of each text, tokenised alone. Shared by all choices among the same texts: not to be changed."""
+
+
+class KnownOptions:
+    """The tokens of the options that a program chooses from: it asks the same of each of its inputs. Threads may share it."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        """Remember what `encode`, the tokenizer's `encode_continuation`, gives."""
+        self._encoded = lru_cache(maxsize=MAX_KNOWN)(partial(_encoded, encode))
+
+    def of(self, options: Sequence[str], by: str) -> Options:
+        """Return options with their tokens.
+
+        Raises:
+            InvalidRequest: As `check_options`; or no UTF-8 can hold one.
+        """
+        if by not in get_args(Rule) or not isinstance(options, (list, tuple)) or not options:
+            options = check_options(options, by)
+        try:
+            return self._encoded(*options)
+        except TypeError:  # one can't be looked up, and is no string therefore
+            return self._encoded(*check_options(options, by))
+
+
+def _encoded(encode: Callable[[str], list[int]], *texts: str) -> Options:
+    checked = tuple(check_options(texts, "sum"))
+    return Options(checked, tuple(array("i", encode(each)) for each in checked))
 
 
 def check_options(options: Sequence[str], by: str) -> list[str]:

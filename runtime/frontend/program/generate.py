@@ -36,9 +36,9 @@ class Wanted:
     sampling: Mapping[str, Any]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Spec:
-    """The same, checked."""
+    """The same, checked. Calls of the same arguments share it."""
 
     n: int
     heal: bool
@@ -75,6 +75,21 @@ def check(want: Wanted) -> Spec:
         InvalidRequest: An option is unknown or out of range, or more than one grammar is given.
         GrammarError: The grammar's form is wrong.
     """
+    if want.regex is None and want.json is None and want.grammar is None:
+        try:
+            return _plain_spec(want.n, want.heal, **want.sampling)
+        except TypeError:  # a list or a mapping among them, which can't be looked up
+            return _checked(want)
+    return _checked(want)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _plain_spec(n: int, heal: bool, /, **sampling: Any) -> Spec:
+    """Check arguments without a grammar, once for all the times that a program, or a loop, asks for the same ones."""
+    return _checked(Wanted(n, None, None, None, heal, sampling))
+
+
+def _checked(want: Wanted) -> Spec:
     if not want.sampling.keys() <= _OPTIONS:
         unknown = want.sampling.keys() - _OPTIONS
         raise InvalidRequest(
@@ -114,7 +129,7 @@ async def generate(path: TokenPath, calls: Calls, spec: Spec, on_text: OnText | 
     Raises:
         PhloemError: The generation failed; the path is as it was.
     """
-    seam = _cut_seam(path) if spec.heal and spec.params.max_tokens != 0 else _Seam()
+    seam = _cut_seam(path) if spec.heal and spec.params.max_tokens != 0 else _NO_SEAM
     params = _healing(spec, seam)
     try:
         branch = await path.settle(calls)
@@ -136,7 +151,7 @@ async def generate(path: TokenPath, calls: Calls, spec: Spec, on_text: OnText | 
     return completions
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Seam:
     """The end of the text that is left to the model to tokenise anew."""
 
@@ -144,19 +159,21 @@ class _Seam:
     text: str = ""
 
 
+_NO_SEAM = _Seam()
+
+
 def _cut_seam(path: TokenPath) -> _Seam:
     """Cut off the end of the text that could be the beginning of a longer token, and return it; at least one token stays."""
     tokenizer = path.engine.tokenizer
     count = min(tokenizer.num_joinable(path.seam()), len(path.ids) - 1)
     if count <= 0:
-        return _Seam()
+        return _NO_SEAM
     ids = path.ids[-count:]
     text = tokenizer.text_after(path.ids[-count - MAX_SEAM : -count], ids)
     if not text:
-        return _Seam()
-    seam = _Seam(ids, text)
+        return _NO_SEAM
     path.cut(len(path.ids) - count)
-    return seam
+    return _Seam(ids, text)
 
 
 def _healing(spec: Spec, seam: _Seam) -> SamplingParams:

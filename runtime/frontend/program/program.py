@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from phloem.radix import Namespace
 from phloem.runtime.engine import Engine
 from phloem.runtime.errors import InvalidRequest
+from phloem.runtime.frontend.program.choose import KnownOptions
 from phloem.runtime.frontend.program.job import Job, Run
 from phloem.runtime.frontend.program.roles import Roles
 from phloem.runtime.frontend.program.scope import Piece, Scope
@@ -36,6 +37,7 @@ class Program:
         self._function = function
         self._namespace = namespace
         self._roles: WeakKeyDictionary[Engine, Roles] = WeakKeyDictionary()
+        self._options: WeakKeyDictionary[Engine, KnownOptions] = WeakKeyDictionary()
         functools.update_wrapper(self, function)
         self.name = str(getattr(function, "__name__", "program"))
 
@@ -184,7 +186,10 @@ class Program:
     ) -> Job:
         path = TokenPath.empty(_checked(engine, self.name), self._namespace)
         roles = self._roles.get(engine) or self._roles.setdefault(engine, Roles(engine))
-        scope = Scope(engine, roles, Trace(self.name), on_piece)
+        options = self._options.get(engine) or self._options.setdefault(
+            engine, KnownOptions(engine.tokenizer.encode_continuation)
+        )
+        scope = Scope(engine, roles, options, Trace(self.name), on_piece)
         return Job(self._function, scope, State(scope, path), args, kwargs)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from phloem.runtime.engine import Engine
 from phloem.runtime.errors import Cancelled
+from phloem.runtime.frontend.program.choose import KnownOptions
 from phloem.runtime.frontend.program.roles import Roles
 from phloem.runtime.frontend.program.tokens import TokenPath
 from phloem.runtime.frontend.program.trace import Trace
@@ -40,6 +41,7 @@ class Scope:
 
     engine: Engine
     roles: Roles
+    options: KnownOptions
     trace: Trace
     on_piece: Callable[[Piece], None] | None = None
     _paths: set[TokenPath] = field(default_factory=set)

@@ -11,7 +11,7 @@ from phloem.radix import Explanation
 from phloem.runtime.branch import Score
 from phloem.runtime.errors import InvalidRequest, ProgramError, UnknownCapture
 from phloem.runtime.frontend.program.calls import AWAITING, BLOCKING, Calls, OnText, finish
-from phloem.runtime.frontend.program.choose import Rule, check_options, rate
+from phloem.runtime.frontend.program.choose import Rule, rate
 from phloem.runtime.frontend.program.fork import Fork
 from phloem.runtime.frontend.program.generate import Wanted, check, generate
 from phloem.runtime.frontend.program.scope import Piece, Scope
@@ -360,19 +360,18 @@ class State:
 
     async def _select(self, calls: Calls, name: str | None, options: Sequence[str], by: Rule) -> Selection:
         with self._step("select", name) as step:
-            options = check_options(options, by)
-            encoded = [self._encode(option) for option in options]
+            known = self._scope.options.of(options, by)
             branch = await self._path.settle(calls)
-            scores = await calls.score(branch, encoded)
-            alone = await self._scored_alone(calls, encoded) if by == "pmi" else []
+            scores = await calls.score(branch, known.ids)
+            alone = await self._scored_alone(calls, known.ids) if by == "pmi" else []
             for score in (*scores, *alone):
                 step.add(score.usage)
             rating = rate(scores, by, alone)
-            self._path.append_scored(encoded[rating.winner])
-            value = options[rating.winner]
+            self._path.append_scored(known.ids[rating.winner])
+            value = known.texts[rating.winner]
             if name is not None:
                 self._captures[name] = value
-            return Selection(value, dict(zip(options, rating.values, strict=True)))
+            return Selection(value, dict(zip(known.texts, rating.values, strict=True)))
 
     async def _scored_alone(self, calls: Calls, encoded: Sequence[Sequence[int]]) -> list[Score]:
         tokenizer = self._path.engine.tokenizer

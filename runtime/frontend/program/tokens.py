@@ -112,14 +112,15 @@ class TokenPath:
             raise ProgramError("the state is empty: append text before something is generated or scored")
         branch = self.branch
         if branch is None or self.num_synced == 0:
-            self._take(self.engine.branch(self.ids, namespace=self.namespace))
-        elif self.num_synced < len(branch):
-            self._take(await calls.at(branch, self.num_synced))
-        assert self.branch is not None
-        if len(self.branch) < len(self.ids):
-            await calls.append(self.branch, self.ids[len(self.branch) :])
+            branch, held = self.engine.branch(self.ids, namespace=self.namespace), len(self.ids)
+            self._take(branch)
+        elif self.num_synced < (held := len(branch)):
+            branch, held = await calls.at(branch, self.num_synced), self.num_synced
+            self._take(branch)
+        if held < len(self.ids):
+            await calls.append(branch, self.ids[held:])
         self.num_synced = len(self.ids)
-        return self.branch
+        return branch
 
     def follow(self, token_ids: Sequence[int], branch: Branch | None = None) -> None:
         """Take over what was generated at the end of the path.

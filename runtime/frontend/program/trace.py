@@ -6,10 +6,10 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
-from phloem.runtime.frontend.program.where import locate, program_line
+from phloem.runtime.frontend.program.where import line_of, locate, program_frame
 from phloem.runtime.outputs import Usage
 
 _NUM_OURS = 2
@@ -29,8 +29,11 @@ class Step:
     state: str
     """Which state it was on: "0" is the run's, "0.1" the second child that it forked."""
 
-    line: str | None
-    """Where the program says so; None for work that a fork handed to a thread."""
+    code: CodeType | None
+    """Where the program says so; None for work that a fork handed to a thread. Its line is looked up when somebody asks for it."""
+
+    instruction: int
+    """In the code, by its offset in bytes."""
 
     start_s: float
     """Since the run began."""
@@ -47,6 +50,11 @@ class Step:
 
     error: str | None = None
     """The type of the error that ended it."""
+
+    @property
+    def line(self) -> str | None:
+        """Of the program, as ``file:line, in function``; None where there is no code."""
+        return None if self.code is None else line_of(self.code, self.instruction)
 
     def add(self, usage: Usage) -> None:
         """Count a request of the operation."""
@@ -87,7 +95,9 @@ class Trace:
     def step(self, operation: str, name: str, state: str) -> Recording:
         """Record what happens inside of the returned context as one step, and locate the error that ends it, if any."""
         began_s = time.perf_counter()
-        step = Step(operation, name, state, program_line(_NUM_OURS), began_s - self._began_s)
+        frame = program_frame(_NUM_OURS)
+        code, instruction = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+        step = Step(operation, name, state, code, instruction, began_s - self._began_s)
         self.steps.append(step)
         return Recording(step, began_s)
 

@@ -109,6 +109,7 @@ def test_errors_name_the_line_of_the_program(tiny_engine: Engine) -> None:
         "at least one string": lambda s: s.select("x", []),
         "options\\[1\\] is 'a', as options\\[0\\] is": lambda s: s.select("x", ["a", "a"]),
         "options\\[0\\] must be": lambda s: s.select("x", [""]),
+        "options\\[1\\] must be": lambda s: s.select("x", ["a", ["b"]]),
         "by must be one of": lambda s: s.select("x", ["a"], by="best"),
         "texts must be": lambda s: s.score([]),
         "a fork takes": lambda s: s.fork(0),

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from small_programs import GREEDY, TEXT, plain, run
 
 from phloem.runtime import BranchReleased, Engine, InvalidRequest, UnknownCapture
 from phloem.runtime.frontend.program import Run, State, program
+from phloem.runtime.frontend.program.choose import KnownOptions
 
 
 def test_a_run_ends_its_branches(tiny_engine: Engine) -> None:
@@ -348,3 +350,31 @@ def test_256_inputs_compute_their_shared_thousand_tokens_once(smollm2_path: Path
         assert distinct > 1000 + 256 * 20
         assert computed <= 1.02 * distinct
         engine.check()
+
+
+def test_a_step_tells_its_line_in_a_call_of_several(tiny_engine: Engine) -> None:
+    @program
+    def spread(s: State) -> int:
+        s += "text"
+        s.gen(
+            "x",
+            max_tokens=1,
+        )
+        return sys._getframe().f_lineno
+
+    done = spread.run(tiny_engine)
+    lines = [int(step.line.partition(":")[2].partition(",")[0]) for step in done.trace.steps]
+    assert lines == [done.value - 5, done.value - 4]
+
+
+def test_options_that_a_program_chooses_from_again_are_tokenised_once(tiny_engine: Engine) -> None:
+    known = KnownOptions(tiny_engine.tokenizer.encode_continuation)
+    first = known.of([" yes", " no"], "sum")
+    assert [list(each) for each in first.ids] == [
+        tiny_engine.tokenizer.encode_continuation(each) for each in (" yes", " no")
+    ]
+    assert known.of((" yes", " no"), "mean") is first
+    assert known.of([" no", " yes"], "sum").texts == (" no", " yes")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="as options"):
+            known.of([" no", " no"], "sum")
