@@ -5,6 +5,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MINUTES ?= 10
+WORKERS ?= 2
+# Processes that share the tests out, each with one thread for tensor work: more would wait for each other.
+# Tests that need more threads set them.
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 CLIENTS := $(VENV)/.clients
 
 .PHONY: help setup demo test test-all soak lint types format bench dist check-dist clean
@@ -30,8 +34,8 @@ $(CLIENTS): $(STAMP) requirements-clients.txt
 demo: setup      ## Chat and sixteen questions on a real model, with the prefix cache on and off
 	$(BIN)/phloem demo
 
-test: setup      ## The tests, without the slow ones
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+test: setup      ## The tests, without the slow ones, in WORKERS (2) processes
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: setup $(CLIENTS)  ## All tests, with the clients that the slow ones need
 	$(BIN)/python -m pytest -q -m "not gpu"

@@ -46,9 +46,8 @@ class ReferenceBackend:
 
     def _attend_one(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """One token: q `[num_q_heads, head_dim]`, keys and values `[num_keys, num_kv_heads, head_dim]`, float64."""
-        keys = keys.repeat_interleave(self.spec.group_size, dim=1)
-        values = values.repeat_interleave(self.spec.group_size, dim=1)
-        scores = torch.einsum("hd,nhd->hn", q, keys) * self.spec.softmax_scale
+        grouped = q.reshape(self.spec.num_kv_heads, self.spec.group_size, -1)
+        scores = torch.einsum("kgd,nkd->kgn", grouped, keys) * self.spec.softmax_scale
         if self.spec.logits_soft_cap is not None:
             scores = self.spec.logits_soft_cap * torch.tanh(scores / self.spec.logits_soft_cap)
-        return torch.einsum("hn,nhd->hd", torch.softmax(scores, dim=-1), values)
+        return torch.einsum("kgn,nkd->kgd", torch.softmax(scores, dim=-1), values).flatten(0, 1)
