@@ -26,7 +26,7 @@ from phloem.runtime.outputs import Chunk, Completion, EngineStats
 from phloem.runtime.path import Path as TokenPath
 from phloem.runtime.placement import place
 from phloem.runtime.progress import track
-from phloem.runtime.prompts import Prompt, as_prompts, encode
+from phloem.runtime.prompts import Prompt, as_prompts, encode, is_quick
 from phloem.runtime.request import Cohort
 from phloem.runtime.sampling_params import SamplingParams
 
@@ -175,10 +175,13 @@ class Engine:
     ) -> list[AsyncGeneration]:
         """Start as `agenerate` does, and return the generations under way, n for each prompt.
 
-        Encoding and compiling, which can take a while, happen in a thread of their own.
+        Compiling, and encoding but of short prompts, happen in a thread of their own.
         """
         await self._prepare(params)
-        jobs = await asyncio.to_thread(self._jobs, prompts, params, namespace, timeout_s)
+        if is_quick(prompts):
+            jobs = self._jobs(prompts, params, namespace, timeout_s)
+        else:
+            jobs = await asyncio.to_thread(self._jobs, prompts, params, namespace, timeout_s)
         return self._start_all(jobs, AsyncSink, AsyncGeneration)
 
     def branch(self, prompt: Prompt, *, namespace: Namespace | None = None) -> Branch:

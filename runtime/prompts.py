@@ -15,6 +15,8 @@ Message: TypeAlias = Mapping[str, str]
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"
 """Text, token ids, or the messages of a chat (`{"role": ..., "content": ...}`), which the model's template turns into text."""
 
+_WORTH_A_THREAD = 1024
+"""Token ids, or characters, from which on encoding is left to a thread: below, an event loop is sooner done by itself."""
 _WORTH_NUMPY = 64
 """Tokens from which on NumPy looks over an array sooner than Python does."""
 
@@ -51,6 +53,18 @@ def encode(prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int, name: str =
     else:
         ids = cast("Sequence[int]", prompt)
     return _checked_ids(ids, vocab_size, name)
+
+
+def is_quick(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether encoding takes less time than handing it to a thread: ids or text, and little of it. Chats are rendered first."""
+    size = 0
+    for prompt in as_prompts(prompts):
+        if not isinstance(prompt, (str, Sequence, np.ndarray)) or not len(prompt):
+            continue  # refused at once
+        if isinstance(prompt[0], Mapping):
+            return False
+        size += len(prompt)
+    return size < _WORTH_A_THREAD
 
 
 def encode_continuation(

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phloem.runtime.outputs import Chunk, Completion
-from phloem.runtime.prompts import encode
+from phloem.runtime.prompts import encode, is_quick
 from phloem.runtime.sampling_params import SamplingParams
 from phloem.runtime.server.errors import JsonAnswer, invalid
 from phloem.runtime.server.openai_fields import GenerationFields, new_id, usage_dict
@@ -88,7 +88,9 @@ async def create_completion(
     params, options = body.checked_params(service), body.usage_options
     given = body.prompts()
     service.gate.check(len(given) * params.n)
-    prompts = await asyncio.to_thread(_encoded, given, service)
+    prompts = (
+        _encoded(given, service) if is_quick(given) else await asyncio.to_thread(_encoded, given, service)
+    )
     run = await service.start(prompts, params, body.namespace(tenant))
     writer = _Writer(body, prompts, params, service)
     if body.stream:

@@ -24,8 +24,9 @@ def test_a_score_value_is_what_the_model_expects_and_reads_only_its_own_tokens(e
     with SearchTree(engine, PROMPT, seed=3) as tree:
         nodes = best_of_n(tree, sample(4), value)
         computed = engine.stats().computed_tokens
-        # Of each node its last token and the suffix, once; of each verdict all tokens but the last.
-        assert computed == tokens_of(tree) - 1 + 4 * (1 + 7) + 4 * (3 + 2 + 5)
+        # Of each node its last token and the suffix, once; of the verdicts the space they begin with, once, and of each all
+        # tokens behind it but the last.
+        assert computed == tokens_of(tree) - 1 + 4 * (1 + 7) + 4 * (1 + 2 + 1 + 4)
         assert tree.ledger.tokens == 32, "scores sample nothing"
         for node in nodes:
             with engine.branch(node.path_token_ids) as alone:
